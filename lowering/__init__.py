@@ -1,0 +1,1 @@
+"""Graphs to an engine folder: targets, backends, parts, manifest."""

@@ -1,0 +1,1 @@
+"""Serves an engine folder: programs, sampling, generation. Never imports the passes."""
