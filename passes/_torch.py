@@ -1,0 +1,126 @@
+"""Every private torch name that passes/ uses, in one place; works on torch 2.11 to 2.14.
+
+Elsewhere in passes/ only documented names appear. A torch upgrade that moves one of these is repaired here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "empty_fake",
+    "expression",
+    "fake_mode",
+    "guards",
+    "is_symbolic",
+    "make_fx",
+    "new_symbol",
+    "node_of",
+    "trace",
+    "track",
+    "untraced",
+]
+
+OpOverload = torch._ops.OpOverload
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake tensor mode with a fresh shape environment: equal sizes stay different symbols, data cannot be read."""
+    env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+
+def new_symbol(mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """A new symbolic size of at least 2; `hint` is the number that stands for it if code asks."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    carrier = mode.from_tensor(
+        torch.empty(hint, device="meta"), symbolic_context=context, source=ConstantSource(f"size_{name}")
+    )
+    size = carrier.shape[0]
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def empty_fake(
+    mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A fake tensor that shares nothing with anybody; `stride` None means contiguous."""
+    with mode, untraced():
+        if stride is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether `value` is a symbolic size, flag or number."""
+    return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
+
+
+def expression(value: Any) -> sympy.Expr:
+    """The sympy expression of a size, symbolic or not."""
+    return value.node.expr if is_symbolic(value) else sympy.Integer(int(value))
+
+
+def guards(mode: FakeTensorMode) -> list[tuple[str, str]]:
+    """What the traced code asked about symbolic sizes: (condition, where), each a hidden specialisation."""
+    env = mode.shape_env
+    assert env is not None
+    return [(str(guard.expr), str(getattr(guard, "sloc", ""))) for guard in env.guards]
+
+
+def trace(function: Callable[..., Any], inputs: list[Any], *, stack_traces: bool = True) -> fx.GraphModule:
+    """Run `function` on fake `inputs` and record pre-dispatch ATen, mutation included, without gradients."""
+    with torch.no_grad():
+        return make_fx(function, tracing_mode="real", pre_dispatch=True, record_stack_traces=stack_traces)(*inputs)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Run code inside a trace without recording it."""
+    if get_proxy_mode() is None:
+        yield
+        return
+    with disable_proxy_modes_tracing():
+        yield
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None, "only meaningful while a trace is running"
+    return mode.tracer
+
+
+def live_graph() -> fx.Graph:
+    """The graph of the trace that is running."""
+    return _tracer().graph
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """The node that stands for `tensor` in the running trace; None for a tensor that the trace does not know."""
+    slot = get_proxy_slot(tensor, _tracer(), None)
+    return None if slot is None else slot.proxy.node
+
+
+def track(tensor: torch.Tensor, node: fx.Node) -> None:
+    """From now on `tensor` stands for `node` in the running trace."""
+    tracer = _tracer()
+    track_tensor_tree(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
