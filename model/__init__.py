@@ -1,0 +1,1 @@
+"""The plain eager definition: config, numerics, ops, modules, caches, checkpoints."""

@@ -28,7 +28,7 @@ class StepRequest:
     write_from     positions below keep the cached global entries (a prefix hit's length); their slot is -1
     window_floor   first position that a window may read (a replay start)
     keep           rows that the layers after the cut run on: the last `keep`; None: all
-    late_floor     window floor of the layers after the cut; default: window_floor, or the first kept position if trimmed
+    late_floor     window floor after the cut; default: window_floor, or the first kept position if rows are trimmed
     logits         rows whose logits are wanted: the last one, all kept ones, or none
     """
 
@@ -85,7 +85,9 @@ class StepBatch:
         c, page_size = layout.config, layout.page_size
         if not requests:
             raise BatchError("a step needs at least one request")
-        row: dict[str, list[int]] = {k: [] for k in ("token_ids", "positions", "request_of_row", "token_slot", "kept_rows", "logit_rows")}
+        row: dict[str, list[int]] = {
+            k: [] for k in ("token_ids", "positions", "request_of_row", "token_slot", "kept_rows", "logit_rows")
+        }
         per: dict[str, list[int]] = {k: [] for k in _PER_REQUEST}
         tables: list[list[int]] = []
         lookbacks: list[list[int]] = []

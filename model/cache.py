@@ -26,7 +26,7 @@ KVFormat = Literal["nvfp4", "fp8", "bf16", "auto"]
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How one vector is stored: quantised in blocks (fp8, nvfp4, mxfp4) or not at all (none); packed to bytes or not."""
+    """How one vector is stored: quantised in blocks or not at all (none); packed to bytes or not."""
 
     quantiser: Literal["none", "fp8", "nvfp4", "mxfp4"]
     packed: bool
@@ -55,7 +55,7 @@ def packed_bytes(quantiser: str, dim: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Shapes and formats of all stores of one model; everything that reads or writes a cache takes strides from here."""
+    """Shapes and formats of all stores of one model; strides are taken from here only."""
 
     config: ModelConfig
     numerics: Numerics
@@ -83,7 +83,9 @@ class CacheLayout:
         numerics = Numerics.of(numerics)
         ratios = {r for r in config.compress_ratios if r}
         if page_size < 1 or any(page_size % r for r in ratios):
-            raise ConfigError(f"page_size = {page_size} must be a positive multiple of every compress ratio {sorted(ratios)}")
+            raise ConfigError(
+                f"page_size = {page_size} must be a positive multiple of every compress ratio {sorted(ratios)}"
+            )
         if lookahead < 0:
             raise ConfigError(f"lookahead = {lookahead} must not be negative")
         if store not in ("values", "packed"):
@@ -97,7 +99,11 @@ class CacheLayout:
             raise ConfigError(f"kv_format = {kv_format!r} needs kv_quant; numerics {numerics.describe()} has it off")
         latent = {"auto": "nvfp4", "bf16": "none"}.get(kv_format, kv_format) if quantised else "none"
         packed = store == "packed"
-        kinds = {"latent": latent, "window": "fp8" if quantised else "none", "index_key": "mxfp4" if quantised else "none"}
+        kinds = {
+            "latent": latent,
+            "window": "fp8" if quantised else "none",
+            "index_key": "mxfp4" if quantised else "none",
+        }
         formats = {
             name: RecordFormat(quantiser, packed and quantiser != "none", numerics.dtype)  # type: ignore[arg-type]
             for name, quantiser in kinds.items()
@@ -170,7 +176,7 @@ pytree.register_dataclass(Caches)
 
 
 def allocate(layout: CacheLayout, *, pages: int, rings: int, device: torch.device | str = "cpu") -> Caches:
-    """Zeroed stores for `pages` pages and `rings` running requests, the null page and the null ring included in both."""
+    """Zeroed stores for `pages` pages and `rings` rings, the null page and the null ring included."""
     c = layout.config
 
     def pool(count: int, rows: int, form: RecordFormat, dim: int) -> torch.Tensor:
@@ -179,8 +185,8 @@ def allocate(layout: CacheLayout, *, pages: int, rings: int, device: torch.devic
     return Caches(
         window=[pool(rings, layout.window_capacity, layout.window, c.head_dim) for _ in range(c.num_hidden_layers)],
         latent=[pool(pages, layout.entries_per_page(s), layout.latent, c.head_dim) for s in layout.kv_sources],
-        index_key=[pool(pages, layout.entries_per_page(s), layout.index_key, c.index_head_dim) for s in layout.kv_sources],
-        group=[
-            torch.zeros(rings, layout.group_capacity, 2 * c.head_dim, device=device) for _ in layout.group_sources
+        index_key=[
+            pool(pages, layout.entries_per_page(s), layout.index_key, c.index_head_dim) for s in layout.kv_sources
         ],
+        group=[torch.zeros(rings, layout.group_capacity, 2 * c.head_dim, device=device) for _ in layout.group_sources],
     )

@@ -17,10 +17,11 @@ import torch
 from .config import ModelConfig
 from .errors import CheckpointError
 from .formats import NAN_BYTE, decode_fp4, decode_fp8, decode_rows, encode_rows, exact_bytes
+from .layout import check_layout
 from .numerics import Numerics
 from .shards import Extent, find_tensors, read_header
 from .storage import aligned_empty, map_tensor, read_tensor
-from .table import SKIPPED_PREFIXES, TensorSpec, tensor_table
+from .table import TensorSpec, tensor_table
 from .tokens import check_token_map, load_token_map
 from .transformer import Transformer
 
@@ -54,9 +55,8 @@ class Checkpoint:
         if config is None:
             config = ModelConfig.from_file(directory / CONFIG_NAME)
         table = tensor_table(config, plain=plain)
-        skipped = tuple(n for n in extents if n.startswith(SKIPPED_PREFIXES))
-        kept = {n: e for n, e in extents.items() if not n.startswith(SKIPPED_PREFIXES)}
-        _compare(table, kept, path)
+        kept = check_layout(table, extents, path)
+        skipped = tuple(n for n in extents if n not in kept)
         return cls(directory=directory, config=config, table=table, extents=kept, skipped=skipped)
 
     def weights(self) -> Iterator[TensorSpec]:
@@ -171,31 +171,3 @@ def _install(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         trained = module._parameters[leaf]
         tensor = torch.nn.Parameter(tensor, requires_grad=trained is not None and trained.requires_grad)
     setattr(module, leaf, tensor)
-
-
-def _compare(table: dict[str, TensorSpec], extents: dict[str, Extent], path: Path) -> None:
-    """Raise the first difference between what is stored and what the config asks for, and say how many there are."""
-    faults: list[str] = []
-    for name, extent in extents.items():
-        spec = table.get(name)
-        if spec is None:
-            faults.append(f"{extent.file}: {name} is no tensor of this model")
-        elif extent.dtype != spec.dtype:
-            hint = "; a multiplied-out checkpoint is opened with plain=True" if _multiplied_out(spec, extent) else ""
-            faults.append(f"{extent.file}: {name} is {extent.dtype}, expected {spec.dtype}{hint}")
-        elif extent.shape != spec.shape:
-            faults.append(f"{extent.file}: {name} has shape {list(extent.shape)}, expected {list(spec.shape)}")
-    for name, spec in table.items():
-        if name in extents:
-            continue
-        weight = extents.get(name.removesuffix("scale") + "weight") if spec.is_scale else None
-        where = path if weight is None else weight.file
-        of = f", the block scales of {weight.name}," if weight else ""
-        faults.append(f"{where}: {name}{of} is missing, expected {spec.dtype} {list(spec.shape)}")
-    if faults:
-        more = f" (and {len(faults) - 1} more differences from the config)" if len(faults) > 1 else ""
-        raise CheckpointError(faults[0] + more)
-
-
-def _multiplied_out(spec: TensorSpec, extent: Extent) -> bool:
-    return spec.scale_name is not None and extent.dtype == "BF16" and extent.shape == spec.value_shape
