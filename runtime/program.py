@@ -46,11 +46,11 @@ class Program:
         return cls(PartSpec.parse(data, source=source))
 
     def bind(self, weights: Mapping[str, torch.Tensor], *, check: Check = "first") -> BoundProgram:
-        """Fix the weights, found by their sources; their device is the program's.
+        """Fix the weights, found by their sources; the first one's device is the program's.
 
         `check` says when dtypes and shapes of caches and batch are compared with the declared ones: at every step, at
         the first step of each set of sizes, or never.
-        Raises EngineMismatch for a weight that is missing, or has another dtype, shape or device.
+        Raises EngineMismatch for a weight that is missing, or has another dtype or shape.
         """
         return BoundProgram(self, weights, check)
 
@@ -112,8 +112,6 @@ class BoundProgram:
             tensor = weights[spec.source]
             _check_tensor(tensor, spec, {}, self._where)
             device = device or tensor.device
-            if tensor.device != device:
-                raise EngineMismatch(f"{self._where}: {spec.source} is on {tensor.device}, other weights on {device}")
         return device or torch.device("cpu")
 
     def _check_step(self, caches: Caches, batch: StepBatch) -> None:
