@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 OpOverload = torch._ops.OpOverload
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -81,10 +83,21 @@ def expression(value: Any) -> sympy.Expr:
 
 
 def guards(mode: FakeTensorMode) -> list[tuple[str, str]]:
-    """What the traced code asked about symbolic sizes: (condition, where), each a hidden specialisation."""
+    """Conditions on symbolic sizes that the traced Python asked for, as (condition, place in the source).
+
+    Torch's own questions whether some size is 1 concern layout and broadcasting; the ops ask again when the graph runs,
+    so only equalities among these would specialise it.
+    """
     env = mode.shape_env
     assert env is not None
-    return [(str(guard.expr), str(getattr(guard, "sloc", ""))) for guard in env.guards]
+    found: list[tuple[str, str]] = []
+    for guard in env.guards:
+        frame = getattr(guard.sloc, "framework_loc", None)
+        filename = getattr(frame, "filename", str(frame))
+        if filename.startswith(_TORCH_FOLDER) and isinstance(guard.expr, sympy.Ne):
+            continue
+        found.append((str(guard.expr), f"{filename}:{getattr(frame, 'lineno', '?')}"))
+    return found
 
 
 def trace(function: Callable[..., Any], inputs: list[Any], *, stack_traces: bool = True) -> fx.GraphModule:
