@@ -42,6 +42,7 @@ from .manifest import (
     OptionsEntry,
     PartEntry,
     PassEntry,
+    PassReport,
     StoreEntry,
     Versions,
     WeightEntry,
@@ -70,9 +71,9 @@ class PartContents:
 
 @dataclass(frozen=True, kw_only=True)
 class PassContents:
-    """A pass's name, the graph's text after it, and its diff."""
+    """What a pass did, the graph's text after it, and its diff."""
 
-    name: str
+    report: PassReport
     ir: str
     diff: str
 
@@ -231,11 +232,11 @@ def _write_part(folder: Path, part: PartContents) -> PartEntry:
 
 
 def _write_pass(folder: Path, number: int, entry: PassContents) -> PassEntry:
-    stem = f"passes/{number:02d}_{entry.name}"
+    stem = f"passes/{number:02d}_{entry.report.name}"
     write_synced(folder / f"{stem}.ir", entry.ir)
     write_synced(folder / f"{stem}.diff", entry.diff)
     return PassEntry(
-        name=entry.name,
+        report=entry.report,
         ir=f"{stem}.ir",
         diff=f"{stem}.diff",
         ir_sha256=sha256_file(folder / f"{stem}.ir"),

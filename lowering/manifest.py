@@ -134,10 +134,30 @@ class CacheEntry(Record):
     ring_bytes: Size
 
 
+class PassMiss(Record):
+    """A place that a pass looked at and left alone."""
+
+    node: str
+    reason: str
+
+
+class PassReport(Record):
+    """What a pass did; `expected` is null where any number of matches is fine."""
+
+    name: str
+    numerics: Literal["exact", "tolerance"]
+    matches: Size
+    expected: Size | None
+    misses: list[PassMiss]
+    nodes_before: Size
+    nodes_after: Size
+    seconds: Annotated[float, Field(ge=0)]
+
+
 class PassEntry(Record):
     """A pass that made the parts, with digests of the graph after it and of its diff."""
 
-    name: str
+    report: PassReport
     ir: Path_
     diff: Path_
     ir_sha256: Sha256
