@@ -20,7 +20,7 @@ from .formats import NAN_BYTE, decode_fp4, decode_fp8, decode_rows, encode_rows,
 from .layout import check_layout
 from .numerics import Numerics
 from .shards import Extent, find_tensors, read_header
-from .storage import aligned_empty, map_tensor, read_tensor
+from .storage import aligned_empty, map_tensor, one_thread, read_tensor
 from .table import TensorSpec, tensor_table
 from .tokens import check_token_map, load_token_map
 from .transformer import Transformer
@@ -141,7 +141,22 @@ def load_checkpoint(
         token_map = check_token_map(token_map, config, "token_map")
     elif config.engram_layer_ids:
         token_map = load_token_map(checkpoint.directory, config)
-    model = Transformer(config, Numerics.of(numerics), device="meta")
+    numerics, device = Numerics.of(numerics), torch.device(device)
+    weight_dtype = numerics.dtype if device.type == "cuda" else torch.float32
+    model = Transformer(config, numerics, device="meta", weight_dtype=weight_dtype)
+    with one_thread():
+        _fill(model, checkpoint, token_map, device, progress)
+    return model.eval()
+
+
+def _fill(
+    model: Transformer,
+    checkpoint: Checkpoint,
+    token_map: torch.Tensor | None,
+    device: torch.device,
+    progress: Progress | None,
+) -> None:
+    """Give every parameter and buffer of a model on `meta` its storage and value; constants only move to `device`."""
     homes = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     filled: dict[str, torch.Tensor] = {}
     if token_map is not None:
@@ -159,9 +174,9 @@ def load_checkpoint(
         done += sum(checkpoint.extents[n].nbytes for n in (spec.name, spec.scale_name) if n is not None)
         if progress is not None:
             progress(done, total, spec.name)
-    for name, tensor in filled.items():
+    constants = {n: t.to(device) for n, t in homes.items() if n not in filled}
+    for name, tensor in (filled | constants).items():
         _install(model, name, tensor)
-    return model.eval()
 
 
 def _install(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from .config import PRESETS, ModelConfig, preset_json, read_json_object
 from .errors import CheckpointError
+from .storage import one_thread
 from .table import TensorSpec, tensor_table
 from .tokenizer import synthetic_tokenizer
 from .tokens import TOKEN_MAP_NAME, TOKENIZER_NAME
@@ -66,7 +67,8 @@ def init_checkpoint(
         TOKEN_MAP_NAME: b"".join(safetensors_bytes([("token_map", _token_map(model_config))])),
     }
     tensors = _random_tensors(model_config, table, seed, progress)
-    write_checkpoint(directory, tensors, data, files=files, overwrite=overwrite)
+    with one_thread():
+        write_checkpoint(directory, tensors, data, files=files, overwrite=overwrite)
 
 
 def random_values(spec: TensorSpec, config: ModelConfig, seed: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,6 @@ def stored_form(spec: TensorSpec, values: torch.Tensor) -> Iterator[Named]:
     if spec.scale_name is None:
         yield spec.name, values.to(torch.float32 if spec.dtype == "F32" else torch.bfloat16)
         return
-    encode: Callable[[torch.Tensor], Named | tuple[torch.Tensor, torch.Tensor]]
     encode = {"fp8": encode_fp8, "fp4": encode_fp4, "table": encode_rows}[spec.kind]
     codes, scale = encode(values)
     yield spec.name, codes
