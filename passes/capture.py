@@ -127,6 +127,7 @@ def tidy(graph: fx.Graph, symbols: dict[Any, str]) -> Graph:
         kept = {k: node.meta[k] for k in META_KEYS if k in node.meta}
         if node.op == "call_function":
             kept.setdefault("module", "")
+            kept.setdefault("val", None)  # an op that only writes
             kept["layer"] = layer_of(kept["module"])
             kept["stack_trace"] = _line(node.meta.get("stack_trace"))
         node.meta = kept
@@ -145,7 +146,9 @@ def _check_batch(batch: StepBatch) -> None:
     for field, dims in DIMS.items():
         tensor = getattr(batch, field)
         if tensor.dim() != len(dims):
-            raise CaptureError(f"batch.{field} has {tensor.dim()} dimensions, expected {len(dims)}; use StepBatch.of(...)")
+            raise CaptureError(
+                f"batch.{field} has {tensor.dim()} dimensions, expected {len(dims)}; use StepBatch.of(...)"
+            )
         for i, dim in enumerate(dims):
             if not isinstance(dim, str):
                 continue

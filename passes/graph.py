@@ -77,7 +77,7 @@ class Graph:
 
     def effects(self) -> dict[str, list[Access]]:
         """For each mutated input, by source, every op that touches it or a view of it, in order."""
-        roots = alias_roots(self.fx)
+        roots = alias_roots(self.fx.nodes)
         mutated = {roots[n] for n in self.fx.nodes for n in written_args(n)}
         found: dict[str, list[Access]] = {n.meta["source"]: [] for n in self.placeholders() if n in mutated}
         for node in self.fx.nodes:
@@ -207,16 +207,29 @@ def viewed_arg(node: fx.Node) -> fx.Node | None:
             continue
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         if isinstance(value, fx.Node):
-            return value
+            return None if schema.name == "aten::to" and _dtype(value) != _dtype(node) else value
     return None
 
 
-def alias_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the node whose storage it looks at: itself, unless it is a view."""
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each node the node whose storage it looks at: itself, unless it is a view. Any order of nodes will do."""
     roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        source = node.args[0] if node.target is operator.getitem else viewed_arg(node)
-        roots[node] = roots[source] if isinstance(source, fx.Node) else node
+    for start in nodes:
+        trail: list[fx.Node] = []
+        node = start
+        while node not in roots:
+            source = node.args[0] if node.target is operator.getitem else viewed_arg(node)
+            if isinstance(source, fx.Node):
+                trail.append(node)
+                node = source
+            else:
+                roots[node] = node
+        for passed in trail:
+            roots[passed] = roots[node]
     return roots
 
 
