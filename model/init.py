@@ -27,7 +27,7 @@ from .writer import Named, check_target, safetensors_bytes, stored_form, write_c
 # Generated whole in fp32, so a tensor may not be larger than a workstation's memory.
 LARGEST_TENSOR = 1 << 31
 
-_SKIPPED = (
+SKIPPED_TENSORS = (
     "mtp.0.attn_norm.weight",
     "vision.norm.weight",
     "aligner.w1.bias",
@@ -112,7 +112,7 @@ def _random_tensors(
             yield name, tensor
         if progress is not None:
             progress(done, total, spec.name)
-    for name in _SKIPPED:
+    for name in SKIPPED_TENSORS:
         yield name, torch.zeros(config.hidden_size, dtype=torch.bfloat16)
 
 

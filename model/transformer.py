@@ -55,7 +55,8 @@ class Transformer(nn.Module):
     """The whole network.
 
     Weights of products are fp32 on a CPU, where they are multiplied in fp32, and in the compute dtype on a GPU; both
-    hold the exact decoded values. Built uninitialised, constants excepted (real even on "meta"); `precede.model.checkpoint` fills it.
+    hold the exact decoded values. Built uninitialised except for constants, which are real even on the meta device;
+    `precede.model.checkpoint` fills the rest.
     """
 
     plain_frequencies: torch.Tensor
@@ -161,6 +162,12 @@ class Transformer(nn.Module):
             streams, pre, handed = self._layer(i, streams, pre, late, stores, handed, memory, own)
             _record(taps, i, own, None, streams, pre)
         return self.finish(streams, pre, batch.logit_rows)
+
+    def set_layout(self, layout: CacheLayout) -> None:
+        """Read and write stores of another page size or format from now on."""
+        self.layout = layout
+        for block in self._blocks():
+            block.layout = block.attn.layout = layout
 
     def rows(self, batch: StepBatch, *, late: bool = False, kept: torch.Tensor | None = None) -> Rows:
         """Row facts for the layers up to the cut, or for those after it."""

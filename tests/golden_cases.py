@@ -1,0 +1,106 @@
+"""Golden cases: how to run one, and what its numbers mean (tests/golden/data/README.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from precede.model.batch import StepBatch, StepRequest
+from precede.model.cache import CacheLayout, Caches, allocate
+from precede.model.checkpoint import load_checkpoint
+from precede.model.config import ModelConfig
+from precede.model.numerics import Numerics
+from precede.model.transformer import Transformer
+
+MODES = {
+    "exact": Numerics(compute="float32", kv_quant=False, act_quant=False),
+    "kvq": Numerics(compute="float32", kv_quant=True, act_quant=False),
+    "full": Numerics(compute="float32", kv_quant=True, act_quant=True),
+    "bf16": Numerics(compute="bfloat16", kv_quant=True, act_quant=True),
+    "bf16_plain": Numerics(compute="bfloat16", kv_quant=False, act_quant=False),
+}
+
+Forward = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One directory of golden data."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_file(self.path / "config.json")
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        return json.loads((self.path / "inputs.json").read_text())
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return self.inputs["input_ids"]
+
+    def modes(self) -> list[str]:
+        return [m for m in MODES if (self.path / f"expected_{m}.safetensors").exists()]
+
+    def expected(self, mode: str) -> dict[str, torch.Tensor]:
+        return load_file(self.path / f"expected_{mode}.safetensors")
+
+    def model(self, mode: str) -> Transformer:
+        plain = mode == "bf16_plain"
+        return load_checkpoint(
+            self.path / ("weights_plain.safetensors" if plain else "weights.safetensors"),
+            MODES[mode],
+            config=self.config,
+            token_map=torch.tensor(self.inputs["token_map"]),
+            plain=plain,
+        )
+
+
+def find_cases(directories: list[Path]) -> list[Case]:
+    """Every case under the directories; one without cases is an error."""
+    cases: list[Case] = []
+    for directory in directories:
+        found = [Case(p.parent) for p in sorted(directory.glob("*/inputs.json"))]
+        if not found:
+            raise FileNotFoundError(f"{directory} holds no golden case (a folder with inputs.json)")
+        cases += found
+    return cases
+
+
+class Sequences:
+    """Several sequences that advance through one model together, on pages and rings of their own."""
+
+    def __init__(self, forward: Forward, layout: CacheLayout, prompts: list[list[int]]) -> None:
+        self.forward, self.layout, self.prompts = forward, layout, prompts
+        per = -(-max(map(len, prompts)) // layout.page_size)
+        self.pages = [list(range(1 + i * per, 1 + (i + 1) * per)) for i in range(len(prompts))]
+        self.caches: Caches = allocate(layout, pages=1 + per * len(prompts), rings=1 + len(prompts))
+
+    def step(self, start: int, end: int, *, taps: dict[str, Any] | None = None, **fields: Any) -> torch.Tensor:
+        """Positions start .. end - 1 of every sequence; logits [B, rows, V] of the wanted rows."""
+        requests = [
+            StepRequest(
+                token_ids=ids[:end], start=start, pages=self.pages[i], ring=i + 1, **{"logits": "all", **fields}
+            )
+            for i, ids in enumerate(self.prompts)
+        ]
+        batch = StepBatch.of(requests, self.layout)
+        logits = self.forward(batch, self.caches, **({} if taps is None else {"taps": taps}))
+        return logits.unflatten(0, (len(requests), -1))
+
+    def decode(self, start: int, end: int) -> torch.Tensor:
+        """One token at a time; logits [B, end - start, V]."""
+        return torch.cat([self.step(p, p + 1) for p in range(start, end)], dim=1)
