@@ -114,7 +114,13 @@ def write_bundle(path: str | Path, contents: EngineContents) -> Manifest:
     path = Path(os.path.realpath(path))
     _check_place(path)
     if isinstance(contents.checkpoint, Path):
-        _check_checkpoint(contents.checkpoint, contents, path)
+        _check_config(contents.checkpoint, contents.config)
+        inside = Path(os.path.realpath(contents.checkpoint)).is_relative_to(path)
+        if inside and not contents.copy_weights:
+            raise BundleError(
+                f"{path}: holds the checkpoint {contents.checkpoint}, which would go with the old engine; save with "
+                "copy_weights"
+            )
     with appearing(path) as folder:
         source = _write_weights(folder, contents)
         for name in CARRIED:
@@ -169,15 +175,11 @@ def _check_place(path: Path) -> None:
         raise BundleError(f"{path}: holds {foreign[0]}, which is no file of the engine: {advice}")
 
 
-def _check_checkpoint(checkpoint: Path, contents: EngineContents, path: Path) -> None:
-    found = ModelConfig.from_file(checkpoint / CONFIG_NAME)
-    if found != contents.config:
+def _check_config(checkpoint: Path, config: ModelConfig) -> None:
+    if ModelConfig.from_file(checkpoint / CONFIG_NAME) != config:
         raise BundleError(
             f"{checkpoint / CONFIG_NAME}: differs from the config of the compiled model; compile from this checkpoint"
         )
-    inside = Path(os.path.realpath(checkpoint)).is_relative_to(path)
-    if inside and not contents.copy_weights:
-        raise BundleError(f"{path}: holds the checkpoint {checkpoint} that the engine needs; save with copy_weights")
 
 
 def _write_weights(folder: Path, contents: EngineContents) -> Path:
@@ -186,7 +188,7 @@ def _write_weights(folder: Path, contents: EngineContents) -> Path:
     if not isinstance(contents.checkpoint, Path):
         target.mkdir()
         contents.checkpoint(target)
-        _check_checkpoint(target, contents, target)
+        _check_config(target, contents.config)
         return target
     if not contents.copy_weights:
         return contents.checkpoint

@@ -35,9 +35,9 @@ def check_part(part: PartSpec) -> dict[str, torch._ops.OpOverload]:
         where = f"part {part.name}, input {spec.name}"
         if spec.name in kinds:
             raise BundleError(f"{where}: two inputs have this name")
+        _check_input(spec, part, where)
         if spec.source in sources:
             raise BundleError(f"{where}: source {spec.source!r} is already input {sources[spec.source]}")
-        _check_input(spec, part, where)
         kinds[spec.name] = "tensor"
         sources[spec.source] = spec.name
     later = {node.name for node in part.nodes}
@@ -136,7 +136,8 @@ def _accepts(wanted: torch.JitType, value: Any, kinds: Mapping[str, Kind]) -> bo
     if kind == "ListType":
         element = wanted.getElementType()
         if isinstance(value, list):
-            return all(_accepts(element, item, kinds) for item in value)
+            plain = "Tensor" in str(element) and any(isinstance(item, int | float) for item in value)
+            return not plain and all(_accepts(element, item, kinds) for item in value)
         # torch repeats a single number where a schema says int[2].
         return str(element) in ("int", "float") and _accepts(element, value, kinds)
     if name in _SCHEMA_TAGS:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from precede.model.batch import StepBatch
 from precede.model.cache import Caches
+from precede.model.ops.registry import NAMESPACE, OPS
 
 from .program_source import StepSource
 
@@ -26,7 +28,7 @@ class TargetCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One step: seconds without instruments, outermost ATen calls, and all operators, costliest first."""
+    """One step: seconds without instruments, ATen calls (leaf operators looked into), operators costliest first."""
 
     seconds: float
     aten_ops: int
@@ -45,7 +47,7 @@ class Profile:
 def profile_step(
     source: StepSource, names: Mapping[str, Any], caches: Caches, batch: StepBatch, *, repeats: int
 ) -> Profile:
-    """Run the step plainly, with a clock around every operator, and once under torch's profiler."""
+    """Run the step plainly, with a clock around every operator, and once counting ATen calls."""
     plain = source.function(names)
     totals: dict[str, list[float]] = {}
     clocked = {name: _clocked(source.names[name], totals, target) for name, target in source.operators.items()}
@@ -59,12 +61,13 @@ def profile_step(
         seconds = (time.perf_counter() - begin) / repeats
         for _ in range(repeats):
             instrumented(caches, batch)
-        aten_ops = _count_aten(plain, caches, batch)
+        with _Counter() as counter:
+            plain(caches, batch)
     costs = [
         TargetCost(target=target, calls=round(calls / repeats), seconds=total / repeats)
         for target, (calls, total) in totals.items()
     ]
-    return Profile(seconds=seconds, aten_ops=aten_ops, targets=tuple(sorted(costs, key=lambda c: -c.seconds)))
+    return Profile(seconds=seconds, aten_ops=counter.count, targets=tuple(sorted(costs, key=lambda c: -c.seconds)))
 
 
 def _clocked(function: Callable[..., Any], totals: dict[str, list[float]], target: str) -> Callable[..., Any]:
@@ -81,16 +84,21 @@ def _clocked(function: Callable[..., Any], totals: dict[str, list[float]], targe
     return call
 
 
-def _count_aten(step: Callable[[Caches, StepBatch], Any], caches: Caches, batch: StepBatch) -> int:
-    """ATen calls of one step that no other ATen call made, those inside leaf operators included."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record:
-        step(caches, batch)
-    count = 0
-    for event in record.events() or ():
-        parent = event.cpu_parent
-        if event.name.startswith("aten::") and not (parent is not None and parent.name.startswith("aten::")):
-            count += 1
-    return count
+class _Counter(TorchDispatchMode):
+    """Counts ATen calls that reach a kernel. Leaf operators run their references under it, to be looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == NAMESPACE:
+            with self:
+                return OPS[func._schema.name.partition("::")[2]].reference(*args, **(kwargs or {}))
+        self.count += func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
 
 
 def _synchronize() -> None:

@@ -77,7 +77,8 @@ class _Writer:
         self.lines = ["def step(caches, batch):"]
 
     def write(self) -> StepSource:
-        last_use = self._last_uses()
+        nodes = self._live_nodes()
+        last_use = self._last_uses(nodes)
         used = last_use.keys() | {o.name for o in self.part.outputs}
         self._write_inputs(used)
         dying: dict[int, list[str]] = {}
@@ -85,7 +86,7 @@ class _Writer:
             if name not in self.values:
                 dying.setdefault(position, []).append(name)
         node_of_line: dict[int, NodeSpec] = {}
-        for position, node in enumerate(self.part.nodes):
+        for position, node in enumerate(nodes):
             call = self._call(node)
             if node.name in used:
                 self.values[node.name] = name = f"v{len(self.values)}"
@@ -107,9 +108,19 @@ class _Writer:
             node_of_line=node_of_line,
         )
 
-    def _last_uses(self) -> dict[str, int]:
+    def _live_nodes(self) -> list[NodeSpec]:
+        """All operators, which may have effects, and what plumbing they or the outputs need."""
+        needed = {o.name for o in self.part.outputs}
+        live: list[NodeSpec] = []
+        for node in reversed(self.part.nodes):
+            if node.name in self.operators or node.name in needed:
+                needed.update(references([node.args, list(node.kwargs.values())]))
+                live.append(node)
+        return live[::-1]
+
+    def _last_uses(self, nodes: list[NodeSpec]) -> dict[str, int]:
         uses: dict[str, int] = {}
-        for position, node in enumerate(self.part.nodes):
+        for position, node in enumerate(nodes):
             for name in references([node.args, list(node.kwargs.values())]):
                 uses[name] = position
         for output in self.part.outputs:
