@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from precede.lowering.part import PartSpec
     from precede.model.table import TableRow
     from precede.runtime.request import RequestOutput
 
@@ -36,6 +37,17 @@ class Report:
 
     def __str__(self) -> str:
         return plain(self)
+
+
+def part_row(part: PartSpec, backend: str) -> dict[str, Any]:
+    """A part as one entry of the report; no input is trimmed while a step runs all of its rows."""
+    return {
+        "name": part.name,
+        "backend": backend,
+        "nodes": len(part.nodes),
+        "inputs": [{"name": i.name, "dtype": i.dtype, "shape": i.shape, "trimmed": False} for i in part.inputs],
+        "outputs": [{"name": o.name, "dtype": o.dtype, "shape": o.shape} for o in part.outputs],
+    }
 
 
 def plain(renderable: RenderableType, width: int = 120) -> str:
@@ -80,12 +92,17 @@ def part_table(parts: Iterable[Mapping[str, Any]]) -> RenderableType:
 
 
 def decision_table(decisions: Iterable[Mapping[str, Any]]) -> RenderableType:
-    """Who serves what and why, with everything that was refused."""
-    table = _table("decisions", "op", "part", "implementation", "reason")
+    """Who serves what and why, equal choices in one line, with everything that was refused."""
+    folded: dict[tuple[str, str, str], tuple[list[str], list[Mapping[str, Any]]]] = {}
     for d in decisions:
-        table.add_row(Text(d["op"]), d["part"], d["implementation"], Text(d["reason"]))
-        for refused in d["refused"]:
-            table.add_row("", "", Text(f"not {refused['implementation']}", style="dim"), Text(refused["reason"]))
+        ops, refused = folded.setdefault((d["part"], d["implementation"], d["reason"]), ([], []))
+        ops.append(d["op"])
+        refused += [r for r in d["refused"] if r not in refused]
+    table = _table("decisions", "op", "part", "implementation", "reason")
+    for (part, implementation, reason), (ops, refused) in folded.items():
+        table.add_row(Text(ops[0] if len(ops) == 1 else f"{len(ops)} operators"), part, implementation, Text(reason))
+        for other in refused:
+            table.add_row("", "", Text(f"not {other['implementation']}", style="dim"), Text(other["reason"]))
     return table
 
 
