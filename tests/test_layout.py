@@ -153,9 +153,8 @@ def test_a_wrong_import_is_caught(tree: Path, place: str, statement: str, contra
     (tree / "precede" / place / "planted.py").write_text(statement + "\n")
     done = lint_imports(tree)
     assert done.returncode == 1, done.stdout + done.stderr
-    broken = [line for line in done.stdout.splitlines() if line.startswith(contract)]
-    assert broken
-    assert broken[0].endswith("BROKEN")
+    verdicts = [line for line in done.stdout.splitlines() if line.startswith(contract) and "BROKEN" in line]
+    assert len(verdicts) == 1, done.stdout
     assert f"precede.{place}.planted" in done.stdout
 
 
