@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+from .ngram import ngram_buckets
 
 PRESETS = ("nano", "mini", "slice", "published")
 
@@ -344,6 +345,15 @@ def check_invariants(c: ModelConfig) -> None:
         c.engram_max_ngram_size >= 2 or not c.engram_layer_ids,
         f"engram_max_ngram_size = {c.engram_max_ngram_size}, expected at least 2",
     )
+    if c.engram_layer_ids:
+        buckets = ngram_buckets(
+            len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size
+        )
+        need(
+            c.engram_num_embeddings == buckets.table_rows(),
+            f"engram_num_embeddings is {list(c.engram_num_embeddings)}; the bucket primes above engram_vocab_size = "
+            f"{c.engram_vocab_size} sum to {list(buckets.table_rows())}",
+        )
     need(c.hc_mult >= 2, f"hc_mult = {c.hc_mult}, expected at least 2")
     need(
         c.engram_compressed_vocab_size <= c.vocab_size,

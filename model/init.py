@@ -18,7 +18,6 @@ import torch
 
 from .config import PRESETS, ModelConfig, preset_json, read_json_object
 from .errors import CheckpointError
-from .storage import one_thread
 from .table import TensorSpec, tensor_table
 from .tokenizer import synthetic_tokenizer
 from .tokens import TOKEN_MAP_NAME, TOKENIZER_NAME
@@ -59,7 +58,7 @@ def init_checkpoint(
         data, source = read_json_object(Path(config)), str(config)
     model_config = ModelConfig.from_dict(data, source=source)
     table = tensor_table(model_config)
-    directory = Path(directory)
+    directory = Path(directory).absolute()
     check_target(directory, overwrite=overwrite)
     _check_size(table, directory)
     files = {
@@ -67,8 +66,7 @@ def init_checkpoint(
         TOKEN_MAP_NAME: b"".join(safetensors_bytes([("token_map", _token_map(model_config))])),
     }
     tensors = _random_tensors(model_config, table, seed, progress)
-    with one_thread():
-        write_checkpoint(directory, tensors, data, files=files, overwrite=overwrite)
+    write_checkpoint(directory, tensors, data, files=files, overwrite=overwrite)
 
 
 def random_values(spec: TensorSpec, config: ModelConfig, seed: int) -> torch.Tensor:
@@ -124,7 +122,7 @@ def _check_size(table: Mapping[str, TensorSpec], directory: Path) -> None:
     for spec in table.values():
         if int(np.prod(spec.value_shape)) > LARGEST_TENSOR:
             raise CheckpointError(f"{directory}: {spec.name} {list(spec.shape)} is too large to be synthesised")
-    existing = next((p for p in (directory.absolute(), *directory.absolute().parents) if p.is_dir()), None)
+    existing = next(p for p in (directory, *directory.parents) if p.is_dir())
     needed = sum(s.nbytes for s in table.values())
-    if existing is not None and needed > (free := shutil.disk_usage(existing).free):
+    if needed > (free := shutil.disk_usage(existing).free):
         raise CheckpointError(f"{directory}: needs {needed / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")

@@ -77,11 +77,13 @@ def read_header(path: Path) -> dict[str, Extent]:
             if len(first) < 8:
                 raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
             (length,) = struct.unpack("<Q", first)
-            if length > min(size - 8, _LONGEST_HEADER):
+            if length > size - 8:
                 raise CheckpointError(
                     f"{path}: header length {length} reaches beyond the file's {size} bytes; the file is truncated "
                     "or no safetensors file"
                 )
+            if length > _LONGEST_HEADER:
+                raise CheckpointError(f"{path}: header of {length} bytes, at most {_LONGEST_HEADER} are read")
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
@@ -132,7 +134,7 @@ def _parse_object(path: Path, text: bytes, what: str) -> dict[str, Any]:
 
     try:
         data = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {what} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: {what} is a JSON {type(data).__name__}, expected an object")

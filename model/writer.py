@@ -24,6 +24,7 @@ from .errors import CheckpointError
 from .formats import encode_fp4, encode_fp8, encode_rows
 from .layout import check_layout
 from .shards import INDEX_NAME, Extent
+from .storage import one_thread
 from .table import TensorSpec, tensor_table
 from .tokens import TOKENIZER_NAME
 
@@ -63,7 +64,8 @@ def write_checkpoint(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
-        extents = _write_shards(temporary, tensors, shard_bytes)
+        with one_thread():
+            extents = _write_shards(temporary, tensors, shard_bytes)
         check_layout(table, extents, directory)
         _write_index(temporary, extents)
         (temporary / CONFIG_NAME).write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
@@ -80,7 +82,10 @@ def write_checkpoint(
 
 def check_target(directory: Path, *, overwrite: bool) -> None:
     """Raise CheckpointError unless a checkpoint may be written at `directory`: absent, empty, or to be replaced."""
-    if not directory.exists():
+    above = next(p for p in (directory, *directory.parents) if p.exists())
+    if above != directory:
+        if not above.is_dir():
+            raise CheckpointError(f"{directory}: cannot be written: {above} is a file")
         return
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: is a file; a checkpoint is a directory")

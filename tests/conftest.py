@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+
+from precede.model.checkpoint import load_checkpoint
+from precede.model.init import init_checkpoint
+from precede.model.numerics import Numerics
+from precede.model.transformer import Transformer
 
 from .golden_cases import find_cases
 
@@ -29,3 +36,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.golden_cases = find_cases(config.getoption("--golden-dir") or [GOLDEN])  # type: ignore[attr-defined]
     except FileNotFoundError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A synthetic checkpoint directory of a preset (seed 0), made once; treat as read-only."""
+
+    @cache
+    def make(preset: str) -> Path:
+        directory = tmp_path_factory.mktemp("checkpoints") / preset
+        init_checkpoint(preset, directory, 0)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., Transformer]:
+    """That checkpoint loaded with a numerics preset or Numerics; shared, so treat as read-only."""
+
+    @cache
+    def load(preset: str, numerics: str | Numerics = "exact32") -> Transformer:
+        return load_checkpoint(checkpoint_of(preset), numerics).requires_grad_(False)
+
+    return load

@@ -1,0 +1,78 @@
+"""With gradients on, leaf ops are differentiable: straight-through quantisers, caches written out of place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from precede.model.cache import CacheLayout
+from precede.model.checkpoint import load_checkpoint
+from precede.model.transformer import Transformer
+
+from ..golden_cases import Case, Sequences
+
+
+def loss_of(model: Transformer, ids: list[list[int]]) -> torch.Tensor:
+    layout = CacheLayout.of(model.config, model.numerics, page_size=16)
+    model.set_layout(layout)
+    logits = Sequences(model, layout, ids).step(0, len(ids[0]))
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), torch.tensor(ids)[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("numerics", ["exact32", "native"])
+def test_every_weight_that_can_learn_gets_a_gradient(checkpoint_of: Callable[[str], Path], numerics: str) -> None:
+    model = load_checkpoint(checkpoint_of("nano"), numerics)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    rng = random.Random(0)
+    loss_of(model, [[rng.randrange(3, 500) for _ in range(24)] for _ in range(2)]).backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    # The indexer only chooses, the selection biases too: no gradient passes a choice.
+    assert all(".indexer." in n or n.endswith((".bias", ".bias_vl")) for n in missing), missing
+    moved = {n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
+    for part in ("compressor.wkv", "compressor.wgate", "engram.wkv", "hc_attn.fn", "attn_sink", "experts.w2", "wo_a"):
+        assert any(part in n for n in moved), part
+
+
+def test_the_callers_caches_stay_untouched_while_training(checkpoint_of: Callable[[str], Path]) -> None:
+    model = load_checkpoint(checkpoint_of("nano"), "exact32").requires_grad_(True)
+    layout = CacheLayout.of(model.config, model.numerics, page_size=16)
+    model.set_layout(layout)
+    seq = Sequences(model, layout, [[5] * 20])
+    seq.step(0, 20)
+    assert not any(bool(t.any()) for t in (*seq.caches.window, *seq.caches.latent, *seq.caches.index_key))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attn.wq_a.weight",
+        "layers.1.attn.compressor.wgate.weight",
+        "layers.3.attn.compressor.wkv.weight",
+        "layers.1.engram.wkv.weight",
+        "layers.2.hc_ffn.fn",
+        "layers.4.ffn.experts.w1",
+        "layers.5.attn.attn_sink",
+        "head.weight",
+    ],
+)
+def test_gradients_agree_with_differences(name: str) -> None:
+    """The derivative along the gradient against a central difference, on a model whose choices are all forced."""
+    case = Case(Path(__file__).parents[1] / "golden" / "data" / "d_smooth")
+    model = case.model("exact").requires_grad_(False)
+    weight = model.get_parameter(name)
+    weight.requires_grad_(True)
+    loss_of(model, case.prompts).backward()
+    assert weight.grad is not None
+    slope = float(weight.grad.norm())
+    direction, step = weight.grad / slope, 2e-3 / slope
+    losses = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            weight.add_(direction, alpha=sign * step)
+            losses.append(float(loss_of(model, case.prompts)))
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope, rel=0.02)
