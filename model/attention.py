@@ -88,8 +88,8 @@ class Attention(nn.Module):
 
     @property
     def template_kind(self) -> Hashable:
-        """Everything forward reads besides weights and arguments."""
-        return (self.kind, self.layout, self.world)
+        """Everything forward reads besides weights and arguments; Engram and the cut do not matter here."""
+        return (self.kind.role, self.kind.ratio, self.kind.candidates, self.layout, self.world)
 
     def forward(
         self, h: torch.Tensor, rows: Rows, store: LayerStore, selection: Selection

@@ -36,6 +36,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, dtype=numerics.dtype))
         self.eps = config.rms_norm_eps
 
+    @property
+    def template_kind(self) -> Hashable:
+        """Modules of equal kind and shapes trace to the same graph."""
+        return (self.eps,)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., dim], same dtype out."""
         return rms_norm(x, self.weight, self.eps)

@@ -64,5 +64,4 @@ def router(context: PassContext) -> Pattern:
         },
         scalars={"topk": (2, 3), "scale": (1.25, 2.75)},
         dynamic={"x": {0: "T"}, "image": {0: "T"}},
-        anchor=torch.ops.aten.topk.default,
     )
