@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from precede.lowering.errors import EngineMismatch
 from precede.lowering.part import InputSpec, PartSpec
@@ -83,13 +84,15 @@ class BoundProgram:
         if self.check != "never":
             self._check_step(caches, batch)
         try:
-            with torch.no_grad():
-                return self._run(caches, batch)
+            with torch.inference_mode():
+                result = self._run(caches, batch)
         except Exception as error:
             node = self.program.source.failed_node(error)
             if node is not None:
                 error.add_note(f"in {self._where}, node {node.name} = {node.target}")
             raise
+        # A tensor made in inference mode refuses changes in place for ever; the caller's own copy does not.
+        return pytree.tree_map_only(torch.Tensor, torch.clone, result)
 
     def profile(self, caches: Caches, batch: StepBatch, *, repeats: int = 3) -> Profile:
         """Where a step's time goes: ATen calls, and calls and seconds of every target, means over `repeats` steps.

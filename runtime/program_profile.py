@@ -52,7 +52,7 @@ def profile_step(
     totals: dict[str, list[float]] = {}
     clocked = {name: _clocked(source.names[name], totals, target) for name, target in source.operators.items()}
     instrumented = source.function({**names, **clocked})
-    with torch.no_grad():
+    with torch.inference_mode():
         plain(caches, batch)
         begin = time.perf_counter()
         for _ in range(repeats):

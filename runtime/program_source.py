@@ -7,6 +7,7 @@ after their last use: memory stays bounded by what is alive, as in eager code.
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from precede.lowering.part import GETITEM, NodeSpec, PartSpec, references
+
+from .program_calls import quick_call
 
 _ARITHMETIC = {
     "sym.add": "{} + {}",
@@ -69,9 +72,10 @@ class _Writer:
     def __init__(self, part: PartSpec, operators: Mapping[str, torch._ops.OpOverload]) -> None:
         self.part = part
         self.operators = operators
-        self.names: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
+        # Torch imports modules in the name of the calling frame, so the frame needs the ordinary builtins.
+        self.names: dict[str, Any] = {"__builtins__": builtins}
         self.values: dict[str, str] = {}
-        self.targets: dict[str, str] = {}
+        self.called: dict[tuple[str, bool], str] = {}
         self.constants: dict[str, str] = {}
         self.weights: dict[str, str] = {}
         self.lines = ["def step(caches, batch):"]
@@ -98,12 +102,12 @@ class _Writer:
         self.lines.append(f"    return {', '.join(self.values[o.name] for o in self.part.outputs)}")
         text = "\n".join([*self.lines, ""])
         scope: dict[str, Any] = {}
-        exec(compile(text, f"<part {self.part.name}>", "exec"), {"__builtins__": {}}, scope)
+        exec(compile(text, f"<part {self.part.name}>", "exec"), {}, scope)
         return StepSource(
             text=text,
             code=scope["step"].__code__,
             names=self.names,
-            operators={name: target for target, name in self.targets.items()},
+            operators={name: target for (target, _), name in self.called.items()},
             weights=self.weights,
             node_of_line=node_of_line,
         )
@@ -148,14 +152,16 @@ class _Writer:
         if node.target == "aten.sym_size.int" and not node.kwargs:
             return f"{self._value(node.args[0])}.size({self._value(node.args[1])})"
         op = self.operators[node.name]
-        if node.target not in self.targets:
-            self.targets[node.target] = name = f"f{len(self.targets)}"
-            self.names[name] = op
+        quick = quick_call(node)
+        called = (node.target, quick is not None)
+        if called not in self.called:
+            self.called[called] = name = f"f{len(self.called)}"
+            self.names[name] = quick or op
         arguments = [self._value(a) for a in node.args]
         # The keyword is spelled as the schema spells it; check_part found the file's keys among these.
         keywords = [a.name for a in op._schema.arguments if a.name in node.kwargs]
         arguments += [f"{key}={self._value(node.kwargs[key])}" for key in keywords]
-        return f"{self.targets[node.target]}({', '.join(arguments)})"
+        return f"{self.called[called]}({', '.join(arguments)})"
 
     def _value(self, value: Any) -> str:
         if value is None or isinstance(value, bool):
