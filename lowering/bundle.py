@@ -112,7 +112,7 @@ def write_bundle(path: str | Path, contents: EngineContents) -> Manifest:
     place cannot be written, holds anything but an engine, or the checkpoint is not the model's.
     """
     path = Path(os.path.realpath(path))
-    _check_place(path)
+    check_place(path)
     if isinstance(contents.checkpoint, Path):
         _check_config(contents.checkpoint, contents.config)
         inside = Path(os.path.realpath(contents.checkpoint)).is_relative_to(path)
@@ -152,7 +152,7 @@ def write_bundle(path: str | Path, contents: EngineContents) -> Manifest:
     return manifest
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Refuse a place where an engine may not appear: only nothing, an empty folder, or an engine may go."""
     if not path.parent.is_dir():
         raise BundleError(f"{path.parent}: no such directory; make it, or choose another place for the engine")
