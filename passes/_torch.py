@@ -28,6 +28,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "dynamo_source",
     "empty_fake",
     "expression",
     "fake_mode",
@@ -98,6 +99,14 @@ def guards(mode: FakeTensorMode) -> list[tuple[str, str]]:
             continue
         found.append((str(guard.expr), f"{filename}:{getattr(frame, 'lineno', '?')}"))
     return found
+
+
+def dynamo_source(node: fx.Node) -> str:
+    """The Python expression by which Dynamo knows a placeholder, `L['batch'].token_ids`."""
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else str(name)
 
 
 def trace(function: Callable[..., Any], inputs: list[Any], *, stack_traces: bool = True) -> fx.GraphModule:

@@ -1,7 +1,7 @@
 """From an eager model and one step to a flat graph, without weights and without running anything.
 
 `make_fx` records the ATen ops that `model(batch, caches)` calls, on fake tensors whose sizes T, R, P, K, L, pages and
-rings are symbols. Parameters, buffers and caches are lifted to inputs, so cache writes stay in place and nothing is read.
+rings are symbols. Parameters, buffers and caches are lifted to inputs: cache writes stay in place, nothing is read.
 
 Layers repeat, so a submodule that has a `template_kind` is traced once per kind (see templates.py) and copied for the
 others. The result equals the flat capture node for node.

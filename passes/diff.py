@@ -120,7 +120,7 @@ def _numbered(lines: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _groups(edits: Sequence[tuple[str, Line]], context: int) -> list[list[tuple[str, Line]]]:
-    """Runs of changes with their context; a run ends where more than two contexts of unchanged lines, or another layer, begin."""
+    """Runs of changes with their context; unchanged lines beyond it, or another layer, end a run."""
     changed = [i for i, (sign, _) in enumerate(edits) if sign != " "]
     spans: list[list[int]] = []
     for i in changed:

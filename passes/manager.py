@@ -1,7 +1,7 @@
 """Runs a pipeline of passes and keeps a record of each: time, matches, misses with reasons, text before and after.
 
-A pass states how many matches the config implies (`expects`); a fusion that vanished is an error, not a slower model. The
-manager times, verifies and snapshots, so that passes only rewrite.
+A pass states how many matches the config implies (`expects`); a fusion that vanished is an error, not a slower model.
+The manager times, verifies and snapshots, so that passes only rewrite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The printed form of a graph: one line a value, `%L3.ffn.gate.sum:f32[T,1] = sum(%L3.ffn.gate.gather, [-1], True)`.
 
-Parts of a tuple stand on the left, sizes are written by their symbols, `end` is the largest int64, `@s1` marks a stream.
+Parts of a tuple stand on the left, sizes are written by their symbols, `end` is the largest int64, `@s1` a stream.
 `device`, `layout` and `pin_memory` are the same everywhere and not printed.
 """
 

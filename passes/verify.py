@@ -1,8 +1,8 @@
 """What every graph must satisfy between two passes, and what no pass may change.
 
 FX's own lint knows argument order and nothing else: a cache write moved behind the read that needs it passes. Here the
-accesses to each mutated input are compared with those before the pass: the same alternation of reads and writes, and each
-surviving access between the same writes.
+accesses to each mutated input are compared with those before the pass: the same alternation of reads and writes, and
+each surviving access between the same writes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _moved(before: State, after: State) -> str:
     for source, order in before.alternation.items():
         now = after.alternation.get(source, "")
         if now != order:
-            return f"accesses to {source} were ordered {order or 'not at all'} (r read, w write), now {now or 'none is left'}"
+            return f"accesses to {source} (r read, w write) were ordered {order or 'none'}, now {now or 'none'}"
     for source in after.alternation:
         if source not in before.alternation:
             return f"{source} is written now and was not before"
