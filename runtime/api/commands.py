@@ -84,9 +84,9 @@ def compile_command(
     else:
         assert checkpoint is not None
         assert output is not None
-        from precede.lowering.bundle import check_destination
+        from precede.lowering.bundle import check_place
 
-        check_destination(output)
+        check_place(output.absolute())
         with progress_bar(f"compiling {checkpoint}") as advance:
             compiled = compile_model(checkpoint, chosen, progress=advance)
         compiled.save(output, copy_weights=copy_weights)

@@ -14,7 +14,7 @@ from precede.terminal import console, progress_bar
 
 PRESET = "nano"
 PROMPTS = ("The quick brown fox", "Compile precedes serve")
-TOKENS = 24
+TOKENS = 16
 STEPS = 5
 
 
