@@ -1,10 +1,11 @@
-"""Small parts with weights: a product, a norm, the coefficients of one seam."""
+"""Small parts with weights: an embedding, a product, a norm, the coefficients of one seam."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .config import ModelConfig
@@ -26,6 +27,18 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [..., in] to [..., out]."""
         return linear(x, self.weight, out_dtype, self.wide)
+
+
+class Embedding(nn.Module):
+    """Rows of a weight [vocab, dim] by token id."""
+
+    def __init__(self, vocab: int, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, dim, dtype=dtype))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [T] to [T, dim]."""
+        return F.embedding(ids, self.weight)
 
 
 class RMSNorm(nn.Module):

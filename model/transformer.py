@@ -24,7 +24,7 @@ from .cache import CacheLayout, Caches
 from .config import ModelConfig
 from .engram import NgramHash
 from .errors import BatchError
-from .layers import Linear, RMSNorm, quantize_input
+from .layers import Embedding, Linear, RMSNorm, quantize_input
 from .numerics import Numerics
 from .ops.rows import trim_rows
 from .ops.seam import fold
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
             weight_dtype = numerics.dtype if device.type == "cuda" else torch.float32
         constants = torch.device("cpu") if device.type == "meta" else device
         with torch.device(device):
-            self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=numerics.dtype)
+            self.embed = Embedding(config.vocab_size, config.hidden_size, numerics.dtype)
             if config.engram_layer_ids:
                 self.ngram = NgramHash(config, constants)
             rows = dict(zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True))

@@ -27,6 +27,8 @@ MODES = {
     "bf16_plain": Numerics(compute="bfloat16", kv_quant=False, act_quant=False),
 }
 
+LOGITS = 2e-4
+
 Forward = Callable[..., torch.Tensor]
 
 
@@ -104,3 +106,39 @@ class Sequences:
     def decode(self, start: int, end: int) -> torch.Tensor:
         """One token at a time; logits [B, end - start, V]."""
         return torch.cat([self.step(p, p + 1) for p in range(start, end)], dim=1)
+
+
+class Runner:
+    """One loaded model of a case and mode, with fresh sequences on demand."""
+
+    def __init__(self, case: Case, mode: str) -> None:
+        self.case, self.mode = case, mode
+        self.expected = case.expected(mode)
+        self.model = case.model(mode)
+        self.layout = CacheLayout.of(case.config, self.model.numerics, page_size=16)
+        self.model.set_layout(self.layout)
+        self.forward: Forward = self.model
+
+    def sequences(self, *, replay: bool = False) -> Sequences:
+        return Sequences(self.model.replay if replay else self.forward, self.layout, self.case.prompts)
+
+
+def check(runner: Runner, got: torch.Tensor, name: str) -> None:
+    """Compare logits [..., V] by the rule of the mode."""
+    want = runner.expected[name]
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all()
+    difference = (got - want).abs()
+    if runner.mode == "exact":
+        assert difference.max() <= LOGITS, f"{name}: {difference.max():.2e}"
+    elif runner.mode in ("kvq", "full"):
+        close = (difference.amax(-1) <= 1e-3).float().mean()
+        assert close >= 0.95, f"{name}: only {close:.1%} of the rows within 1e-3"
+    elif runner.mode == "bf16_plain":
+        assert difference.mean() <= 0.02, name
+        assert difference.max() <= 0.15, name
+    else:
+        cosine = torch.cosine_similarity(got.flatten(0, -2), want.flatten(0, -2), dim=-1)
+        assert difference.mean() <= 0.10, name
+        assert difference.max() <= 0.65, name
+        assert cosine.min() >= 0.97, name

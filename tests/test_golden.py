@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from precede.model.cache import CacheLayout
+from .golden_cases import Case, Runner, check
 
-from .golden_cases import Case, Sequences
-
-LOGITS, STREAMS = 2e-4, 5e-4
+STREAMS = 5e-4
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,45 +32,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", cases, ids=[c.name for c in cases], scope="module")
 
 
-class Runner:
-    """One loaded model of a case and mode, with fresh sequences on demand."""
-
-    def __init__(self, case: Case, mode: str) -> None:
-        self.case, self.mode = case, mode
-        self.expected = case.expected(mode)
-        self.model = case.model(mode)
-        self.layout = CacheLayout.of(case.config, self.model.numerics, page_size=16)
-        self.model.set_layout(self.layout)
-
-    def sequences(self, *, replay: bool = False) -> Sequences:
-        return Sequences(self.model.replay if replay else self.model, self.layout, self.case.prompts)
-
-
 @pytest.fixture(scope="module")
 def runner(case: Case, mode: str) -> Iterator[Runner]:
     with torch.no_grad():
         yield Runner(case, mode)
-
-
-def check(runner: Runner, got: torch.Tensor, name: str) -> None:
-    """Compare logits [..., V] by the rule of the mode."""
-    want = runner.expected[name]
-    assert got.shape == want.shape
-    assert torch.isfinite(got).all()
-    difference = (got - want).abs()
-    if runner.mode == "exact":
-        assert difference.max() <= LOGITS, f"{name}: {difference.max():.2e}"
-    elif runner.mode in ("kvq", "full"):
-        close = (difference.amax(-1) <= 1e-3).float().mean()
-        assert close >= 0.95, f"{name}: only {close:.1%} of the rows within 1e-3"
-    elif runner.mode == "bf16_plain":
-        assert difference.mean() <= 0.02, name
-        assert difference.max() <= 0.15, name
-    else:
-        cosine = torch.cosine_similarity(got.flatten(0, -2), want.flatten(0, -2), dim=-1)
-        assert difference.mean() <= 0.10, name
-        assert difference.max() <= 0.65, name
-        assert cosine.min() >= 0.97, name
 
 
 def test_prefill(runner: Runner) -> None:

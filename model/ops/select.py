@@ -45,11 +45,12 @@ def select_blocks(scores: torch.Tensor, visible: torch.Tensor, block: int, k: in
 
     The block that holds the newest visible entry is always kept.
     """
-    count = (scores.shape[1] + block - 1) // block
-    padded = F.pad(scores, (0, block - 1), value=NEG_INF)[:, : count * block]
-    best = padded.reshape(-1, count, block).amax(-1)
+    number = torch.arange((scores.shape[1] + block - 1) // block, device=scores.device)
+    # Gathered by index: a view of blocks would ask whether a symbolic width is a multiple of the block.
+    columns = (number * block).unsqueeze(1) + torch.arange(block, device=scores.device)
+    best = F.pad(scores, (0, block - 1), value=NEG_INF)[:, columns].amax(-1)
     newest = torch.div(visible - 1, block, rounding_mode="floor")
-    pinned = torch.arange(count, device=scores.device) == newest.unsqueeze(1)
+    pinned = number == newest.unsqueeze(1)
     return top_rows(torch.where(pinned, float("inf"), best), k)
 
 
