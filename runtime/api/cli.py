@@ -19,18 +19,19 @@ from precede.terminal import complain
 # The base of everything the parser raises; its home differs between versions of typer, its place in the family not.
 UsageFault: Any = typer.BadParameter.__mro__[2]
 
+INTERRUPTED = 130
+
 
 class OneLineErrors(TyperGroup):
     """The group of all commands; turns what a user can cause into one line and exit code 2."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run, then exit; `standalone_mode` False returns instead, for embedding."""
-        code = 0
         try:
             result = super().main(*args, standalone_mode=False, **extra)
             code = result if isinstance(result, int) else 0
         except (KeyboardInterrupt, typer.Abort):
-            code = complain("interrupted", 130)
+            code = INTERRUPTED
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
@@ -43,6 +44,8 @@ class OneLineErrors(TyperGroup):
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             code = complain(f"{where}{error.strerror or error}", 2)
+        if code == INTERRUPTED:
+            complain("interrupted", code)
         if not standalone_mode:
             return code
         sys.exit(code)

@@ -76,11 +76,12 @@ def compile_command(
         raise UsageError("-o cannot be used with --fake: an engine needs weights")
     if json_file is not None:
         _check_writable(json_file)
+    read = ModelConfig.from_file(config) if config is not None else None
     from precede.compile import compile_config, compile_model
 
-    if config is not None:
+    if read is not None:
         with progress_bar(f"compiling {config}") as advance:
-            compiled = compile_config(ModelConfig.from_file(config), chosen, progress=advance)
+            compiled = compile_config(read, chosen, progress=advance)
     else:
         assert checkpoint is not None
         assert output is not None
@@ -99,6 +100,8 @@ def inspect_command(engine: Path, name: str | None, json_file: Path | None) -> N
     """Print a saved engine's report, or the diff of one pass."""
     from precede.inspection import SavedEngine
 
+    if json_file is not None:
+        _check_writable(json_file)
     saved = SavedEngine.open(engine)
     if name is not None:
         print(saved.diff(name))
