@@ -37,6 +37,7 @@ __all__ = [
     "make_fx",
     "new_symbol",
     "node_of",
+    "record_helper_lines",
     "trace",
     "track",
     "untraced",
@@ -134,6 +135,11 @@ def _tracer() -> Any:
 def live_graph() -> fx.Graph:
     """The graph of the trace that is running."""
     return _tracer().graph
+
+
+def record_helper_lines() -> None:
+    """In the running trace, let stack traces show the functions that forwards call, not the forwards alone."""
+    _tracer()._record_forward_stack_traces_only = False
 
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:

@@ -1,9 +1,9 @@
 """The second door: the same passes behind `torch.compile(model, backend=precede_backend(...))`.
 
 Dynamo hands over a graph of torch functions on its own fake tensors. It is run once more under `make_fx` with our
-symbols, so that the result is the same kind of Graph that `capture` gives: ATen as written, inputs in the order parameters,
-buffers, caches, batch, module paths, cache writes in place. Mark the batch's sizes with `torch._dynamo.mark_dynamic` to
-keep them symbolic.
+symbols, so that the result is the same kind of Graph that `capture` gives: ATen as written, inputs in the order
+parameters, buffers, caches, batch, module paths, cache writes in place. Mark the batch's sizes with
+`torch._dynamo.mark_dynamic` to keep them symbolic.
 """
 
 from __future__ import annotations

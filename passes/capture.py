@@ -66,6 +66,7 @@ def capture(model: nn.Module, batch: StepBatch, caches: Caches, *, templates: bo
     modules = Modules(model, mode, aliases, templates)
 
     def run(*flat: torch.Tensor) -> torch.Tensor:
+        _torch.record_helper_lines()
         tensors = dict(zip(sources, flat, strict=True))
         weights = {name: tensors[name] for name in state}
         step = pytree.tree_unflatten([tensors[n] for n in batch_leaves], batch_spec)
@@ -176,7 +177,7 @@ def _check_caches(model: nn.Module, caches: Caches) -> None:
 
 
 def _shared_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Every name of every parameter and buffer -> the name under which it is lifted (they differ for shared tensors)."""
+    """Every name of a parameter or buffer -> the name under which it is lifted (another for a shared tensor)."""
     by_id = {id(t): name for name, t in state.items()}
     names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: by_id[id(t)] for name, t in names}

@@ -7,8 +7,8 @@
     found.misses[0].reason                              at sqrt: want aten.sqrt.default, got aten.softmax.int
 
 A scalar is traced with two values; literals that follow it become holes, also `k + 3` or `2 * k`. Sizes named in
-`dynamic` fit any size, static or symbolic, the same everywhere. `add` and `mul` commute. A value inside the pattern must not be
-used outside, unless it is a constant of the pattern or a mere cast or view of an input.
+`dynamic` fit any size, static or symbolic, the same everywhere. `add` and `mul` commute. A value inside the pattern
+must not be used outside, unless it is a constant of the pattern or a mere cast or view of an input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Putting new ops in the place of matched ones.
 
 A new node goes where the last matched op stood, or before the first use of one of its outputs if that comes earlier;
-the graph is then sorted again if something it reads comes later. Its outputs inherit type, name, module, layer and source
-line of the values they replace. A match that reads another match's outputs is led to the new values.
+the graph is then sorted again if something it reads comes later. Its outputs inherit type, name, module, layer and
+source line of the values they replace. A match that reads another match's outputs is led to the new values.
 """
 
 from __future__ import annotations

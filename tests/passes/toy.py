@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -157,3 +158,12 @@ def step(layout: CacheLayout, rows: tuple[int, ...] = (5, 3)) -> StepBatch:
 
 def small_caches(layers: int) -> Caches:
     return Caches(window=[torch.zeros(9, 8, 64) for _ in range(layers)], latent=[], index_key=[], group=[])
+
+
+def config() -> ModelConfig:
+    """A config with the toy's sizes, for passes that look at it."""
+    small = dataclasses.replace(
+        ModelConfig.preset("nano"), hidden_size=DIM, n_routed_experts=EXPERTS, num_experts_per_tok=TOPK
+    )
+    object.__setattr__(small, "num_hidden_layers", 4)  # a real config of four layers would need a KV source among them
+    return small
