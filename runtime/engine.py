@@ -55,9 +55,13 @@ class Engine:
         """Shapes and formats of the caches that the program reads and writes."""
         return self.bundle.layout
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer in the engine folder; None if the checkpoint had none."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
         path = self.bundle.path / "tokenizer.json"
         return Tokenizer.from_file(path) if path.is_file() else None
 

@@ -110,9 +110,13 @@ class CompiledModel:
         """Zeroed caches; page 0 and ring 0 are included and belong to nobody."""
         return allocate(self.layout, pages=pages, rings=rings)
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer; None if there is none."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
         path = self.directory / "tokenizer.json" if self.directory is not None else None
         return Tokenizer.from_file(path) if path is not None and path.is_file() else None
 
