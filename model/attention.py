@@ -17,14 +17,18 @@ from torch.utils import _pytree as pytree
 
 from .cache import CacheLayout
 from .compressor import Compressor
+from .index_loss import index_loss
 from .indexer import Indexer
 from .layers import Linear, RMSNorm, quantize_input
 from .ops.attention import sparse_attention
 from .ops.collectives import all_reduce
 from .ops.kv import decode, encode, key_values, write
 from .ops.linear import group_product
+from .ops.registry import training
 from .rope import rotate
 from .step import Rows
+
+Taps = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,12 @@ class Attention(nn.Module):
         return (self.kind.role, self.kind.ratio, self.kind.candidates, self.layout, self.world)
 
     def forward(
-        self, h: torch.Tensor, rows: Rows, store: LayerStore, selection: Selection
+        self, h: torch.Tensor, rows: Rows, store: LayerStore, selection: Selection, taps: Taps | None = None
     ) -> tuple[torch.Tensor, Selection]:
         """h [T, D], the folded and normed input, to [T, D] and what the layer hands down."""
         hq = quantize_input(h, self.layout.numerics)
         window = self.insert(h, hq, rows, store)
-        y, selection = self.attend(h, hq, window, rows, store, selection)
+        y, selection = self.attend(h, hq, window, rows, store, selection, taps)
         self.keep_window(window, rows, store)
         return y, selection
 
@@ -128,6 +132,7 @@ class Attention(nn.Module):
         rows: Rows,
         store: LayerStore,
         selection: Selection,
+        taps: Taps | None = None,
     ) -> tuple[torch.Tensor, Selection]:
         """Queries of the rows over window records (which may be of more rows) and selected entries."""
         c, n, kind = self.layout.config, self.layout.numerics, self.kind
@@ -137,8 +142,10 @@ class Attention(nn.Module):
         q = rotate(q, rotation)
         if kind.role in ("full", "reindex"):
             assert store.index_key is not None
-            entries, blocks = self.indexer(h, qr, rows, store.index_key, selection.blocks)
+            entries, blocks, scores = self.indexer(h, qr, rows, store.index_key, selection.blocks)
             selection = Selection(entries, selection.blocks if blocks is None else blocks)
+            if taps is not None:
+                self._tap_index(taps, q, entries, blocks, scores, rows, store)
 
         keys, valid = self._window_keys(window, rows, store), rows.window_valid
         if kind.role != "window":
@@ -148,6 +155,23 @@ class Attention(nn.Module):
         o = rotate(o, rotation, inverse=True).flatten(1).unflatten(1, (c.o_groups, -1))
         z = group_product(o, self.wo_a.weight.unflatten(0, (c.o_groups, -1)), self.wide).flatten(1)
         return all_reduce(self.wo_b(quantize_input(z, n)), "tp", self.world), selection
+
+    def _tap_index(
+        self,
+        taps: Taps,
+        q: torch.Tensor,
+        entries: torch.Tensor,
+        blocks: torch.Tensor | None,
+        scores: torch.Tensor,
+        rows: Rows,
+        store: LayerStore,
+    ) -> None:
+        taps["selected"], taps["index_scores"] = entries, scores
+        if blocks is not None:
+            taps["candidates"] = blocks
+        if training(scores):
+            assert store.latent is not None
+            taps["index_loss"] = index_loss(scores, q, store.latent, self.layout.latent, rows)
 
     def _window_keys(self, window: torch.Tensor, rows: Rows, store: LayerStore) -> torch.Tensor:
         records = torch.where(

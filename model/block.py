@@ -11,15 +11,13 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-from .attention import Attention, Kind, LayerStore, Selection
+from .attention import Attention, Kind, LayerStore, Selection, Taps
 from .cache import CacheLayout
 from .engram import Engram
 from .layers import Coefficients, RMSNorm
 from .moe import MoE
 from .ops.seam import fold, unfold
 from .step import Rows
-
-Taps = dict[str, torch.Tensor]
 
 
 class Block(nn.Module):
@@ -59,10 +57,8 @@ class Block(nn.Module):
         streams = self.enter(streams, rows, engram_rows)
         h = self.attn_norm(fold(streams, pre))
         pre, post, mix = self.hc_attn(streams)
-        y, selection = self.attn(h, rows, store, selection)
+        y, selection = self.attn(h, rows, store, selection, taps)
         streams, pre = self.finish(y, streams, pre, post, mix, rows, taps)
-        if taps is not None:
-            record_selection(taps, self.kind, selection)
         return streams, pre, selection
 
     def enter(self, streams: torch.Tensor, rows: Rows, engram_rows: torch.Tensor | None) -> torch.Tensor:
@@ -92,11 +88,3 @@ class Block(nn.Module):
         if taps is not None:
             taps["ffn_out"], taps["streams_mid"] = y, streams
         return unfold(y, streams, post, mix), pre
-
-
-def record_selection(taps: Taps, kind: Kind, selection: Selection) -> None:
-    """Keep what an index source chose and what a candidate source published."""
-    if kind.role in ("full", "reindex") and selection.entries is not None:
-        taps["selected"] = selection.entries
-    if kind.candidates == "publish" and selection.blocks is not None:
-        taps["candidates"] = selection.blocks

@@ -346,9 +346,7 @@ def check_invariants(c: ModelConfig) -> None:
         f"engram_max_ngram_size = {c.engram_max_ngram_size}, expected at least 2",
     )
     if c.engram_layer_ids:
-        buckets = ngram_buckets(
-            len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size
-        )
+        buckets = ngram_buckets(len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size)
         need(
             c.engram_num_embeddings == buckets.table_rows(),
             f"engram_num_embeddings is {list(c.engram_num_embeddings)}; the bucket primes above engram_vocab_size = "

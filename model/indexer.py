@@ -51,8 +51,8 @@ class Indexer(nn.Module):
         rows: Rows,
         key_pool: torch.Tensor,
         candidates: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Selected entries int64 [T, index_topk], ascending, -1 last; and the blocks that later sources must stay in.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Selected entries int64 [T, index_topk], ascending, -1 last; blocks for later sources to stay in; scores.
 
         h [T, D] is the layer's normed input, q_input [T, q_lora] the (quantised) query latent, candidates
         [T, candidate_topk_blocks] the block ids of the candidate source where this layer consumes them.
@@ -70,4 +70,4 @@ class Indexer(nn.Module):
         blocks = None
         if self.candidates == "publish":
             blocks = select_blocks(scores, visible, c.candidate_block_size, c.candidate_topk_blocks)
-        return top_rows(scores, c.index_topk), blocks
+        return top_rows(scores, c.index_topk), blocks, scores

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .attention import Kind, LayerStore, Selection
+from .attention import Kind, LayerStore, Selection, Taps
 from .batch import StepBatch
-from .block import Block, Taps, record_selection
+from .block import Block
 from .cache import CacheLayout, Caches
 from .config import ModelConfig
 from .engram import NgramHash
@@ -98,7 +98,9 @@ class Transformer(nn.Module):
         """Logits fp32 [L, vocab] of the batch's logit rows; all caches written.
 
         Every layer runs on every row, so the batch must keep all rows. `taps`, if given, is filled with intermediate
-        values per layer (`layers.i.streams_in`, `.attn_out`, `.ffn_out`, `.selected`, ...).
+        values per layer: `layers.i.` and streams_in, attn_out, streams_mid, ffn_out, streams_out, pre, router_ids,
+        router_weights; engram_rows where there is a memory; selected, index_scores and candidates at index sources, and
+        index_loss there while training.
         """
         early = self.rows(batch)
         late = self.rows(batch, late=True)
@@ -147,11 +149,9 @@ class Transformer(nn.Module):
             streams, h = trim_rows(streams, kept), trim_rows(h, kept)
             at_cut = self.rows(batch, kept=kept)
             pre, post, mix = block.hc_attn(streams)
-            y, handed = block.attn.attend(h, quantize_input(h, self.numerics), window, at_cut, store, handed)
+            y, handed = block.attn.attend(h, quantize_input(h, self.numerics), window, at_cut, store, handed, own)
             block.attn.keep_window(window, early, store)
             streams, pre = block.finish(y, streams, pre, post, mix, at_cut, own)
-            if own is not None:
-                record_selection(own, block.kind, handed)
             _record(taps, cut, own, None, streams, pre)
         else:
             streams, pre = trim_rows(streams, kept), trim_rows(pre, kept)

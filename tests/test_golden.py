@@ -114,6 +114,11 @@ def test_streams(case: Case) -> None:
     for layer in case.config.engram_layer_ids:
         got = taps[f"layers.{layer}.streams_in"].unflatten(0, (batch, count))
         assert (got - want[f"streams_after_engram.{layer}"]).abs().max() <= STREAMS
+    for layer in case.config.index_source_layer_ids:
+        got = taps[f"layers.{layer}.index_scores"].unflatten(0, (batch, count))
+        scores = want[f"index_scores.{layer}"]
+        assert bool(torch.isneginf(got[..., scores.shape[-1] :]).all())
+        torch.testing.assert_close(got[..., : scores.shape[-1]], scores, atol=STREAMS, rtol=0)
     rows = [taps[f"layers.{layer}.engram_rows"].unflatten(0, (batch, count)) for layer in case.config.engram_layer_ids]
     assert torch.equal(torch.stack(rows, dim=2), want["engram_rows"].long())
 

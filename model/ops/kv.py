@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..cache import RecordFormat
+from ..errors import PrecedeError
 from . import quant as quant_ops
 from .registry import op, training
 
@@ -57,6 +58,8 @@ def key_values(form: RecordFormat, dim: int) -> int:
 def encode(x: torch.Tensor, form: RecordFormat) -> torch.Tensor:
     """Vectors [..., d] to stored records: packed bytes, or values as they will be read back."""
     if form.packed:
+        if training(x):
+            raise PrecedeError("packed stores pass no gradient; train with a CacheLayout of store='values'")
         return quant_ops.pack(x, form.quantiser)
     return quant_ops.quantize(x, form.quantiser)
 

@@ -11,6 +11,7 @@ import torch
 
 from precede.model.cache import CacheLayout
 from precede.model.checkpoint import load_checkpoint
+from precede.model.errors import PrecedeError
 from precede.model.transformer import Transformer
 
 from ..golden_cases import Case, Sequences
@@ -45,6 +46,36 @@ def test_the_callers_caches_stay_untouched_while_training(checkpoint_of: Callabl
     seq = Sequences(model, layout, [[5] * 20])
     seq.step(0, 20)
     assert not any(bool(t.any()) for t in (*seq.caches.window, *seq.caches.latent, *seq.caches.index_key))
+
+
+def test_indexers_learn_from_their_own_loss(checkpoint_of: Callable[[str], Path]) -> None:
+    """A few steps on the divergence alone bring it down, and move nothing but indexers."""
+    model = load_checkpoint(checkpoint_of("nano"), "exact32").requires_grad_(False)
+    learned = [p.requires_grad_(True) for n, p in model.named_parameters() if ".indexer." in n]
+    layout = CacheLayout.of(model.config, model.numerics, page_size=16)
+    model.set_layout(layout)
+    optimizer = torch.optim.Adam(learned, lr=3e-3)
+    losses = []
+    for _ in range(5):
+        taps: dict[str, torch.Tensor] = {}
+        Sequences(model, layout, [list(range(3, 51))]).step(0, 48, taps=taps)
+        per_source = [taps[f"layers.{i}.index_loss"] for i in model.config.index_source_layer_ids]
+        assert all(float(x.detach()) >= 0 for x in per_source)
+        loss = torch.stack(per_source).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in learned)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_packed_stores_cannot_be_trained_through(checkpoint_of: Callable[[str], Path]) -> None:
+    model = load_checkpoint(checkpoint_of("nano"), "native").requires_grad_(True)
+    layout = CacheLayout.of(model.config, model.numerics, page_size=16, store="packed")
+    model.set_layout(layout)
+    with pytest.raises(PrecedeError, match="store='values'"):
+        Sequences(model, layout, [[5] * 4]).step(0, 4)
 
 
 @pytest.mark.parametrize(
