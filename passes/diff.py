@@ -80,7 +80,9 @@ def _edits(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[tuple[st
     edits: list[tuple[str, Line]] = []
     i = j = 0
     for ki, kj in [*zip(kept_before, kept_after, strict=True), (len(before), len(after))]:
-        edits += [("-", line) for line in before[i:ki]] + [("+", line) for line in after[j:kj]]
+        gap = [("-", line) for line in before[i:ki]] + [("+", line) for line in after[j:kj]]
+        for layer in dict.fromkeys(line.layer for _, line in gap):
+            edits += [e for e in gap if e[1].layer == layer]
         if ki < len(before):
             edits.append((" ", before[ki]))
         i, j = ki + 1, kj + 1

@@ -16,7 +16,7 @@ from torch import fx
 
 from . import _torch
 from .errors import RewriteError
-from .graph import Graph, alias_roots, erase_dead, written_args
+from .graph import Graph, alias_roots, erase_dead, is_view, written_args
 from .names import name_values
 from .pattern import Match
 
@@ -144,6 +144,8 @@ def _accesses(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     mutated = {roots[a] for n in nodes for a in written_args(n)}
     chains: dict[fx.Node, list[fx.Node]] = {root: [] for root in mutated}
     for node in nodes:
+        if is_view(node):
+            continue
         for root in {roots[a] for a in node.all_input_nodes} & mutated:
             chains[root].append(node)
     return list(chains.values())

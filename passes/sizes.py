@@ -43,6 +43,10 @@ class SizeBuilder:
             for dim, size in enumerate(getattr(node.meta["val"], "shape", ())):
                 if isinstance(size, torch.SymInt):
                     self.holders.setdefault(_torch.expression(size), (node, dim, size))
+        while self.last is not None and isinstance(self.last.next.meta.get("val"), torch.SymInt):
+            self.last = self.last.next
+            self.made.add(self.last)
+            self.nodes.setdefault(_torch.expression(self.last.meta["val"]), self.last)
 
     def build(self, size: torch.SymInt) -> fx.Node | None:
         """The node of a size; None if it is neither a sum, product nor floor quotient of input sizes."""

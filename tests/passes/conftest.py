@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from precede.model.batch import StepBatch
-from precede.model.cache import Caches, CacheLayout, allocate
+from precede.model.cache import CacheLayout, Caches, allocate
 from precede.model.config import ModelConfig
 from precede.model.numerics import Numerics
 from precede.model.transformer import Transformer
@@ -22,6 +23,9 @@ from precede.passes.manager import PassContext, run_passes
 from precede.passes.pipeline import PIPELINE
 
 from . import toy
+
+# torch logs every traced op for its own tools; pytest would collect and format each record.
+logging.getLogger("torch.__trace").propagate = False
 
 
 @dataclass(frozen=True)

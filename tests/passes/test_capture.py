@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from precede.model.batch import StepBatch, StepRequest
-from precede.model.cache import Caches, CacheLayout, allocate
+from precede.model.cache import CacheLayout, Caches, allocate
 from precede.model.config import ModelConfig
 from precede.model.transformer import Transformer
 from precede.passes.capture import capture, flat_inputs, layer_of

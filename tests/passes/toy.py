@@ -1,4 +1,4 @@
-"""A small model with the shape of the problem: four streams, unrolled Sinkhorn, router, cache writes, nested templates."""
+"""A small model of the problem's shape: four streams, unrolled Sinkhorn, router, cache writes, nested templates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from precede.model.batch import StepBatch, StepRequest
-from precede.model.cache import Caches, CacheLayout
+from precede.model.cache import CacheLayout, Caches
 from precede.model.config import ModelConfig
 from precede.model.ops.gate import route
 from precede.model.ops.kv import write
