@@ -6,6 +6,7 @@ request that ends leaves the batch. Every request owns its pages and its ring fr
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -130,7 +131,7 @@ class LLM:
     def _admit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
+        if isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], int):
             raise RequestError(f"prompts = {prompts!r}; it takes a list of texts or of token id lists, at least one")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -161,10 +162,14 @@ class LLM:
         return requests
 
     def _encode(self, prompt: Prompt, number: int) -> tuple[int, ...]:
+        try:
+            ids = () if isinstance(prompt, str) else tuple(operator.index(i) for i in prompt)
+        except TypeError:
+            raise RequestError(f"prompt {number} is {prompt!r}; it takes a text or a list of token ids") from None
         if len(prompt) == 0:
             raise RequestError(f"prompt {number} is empty; give at least one token")
         if not isinstance(prompt, str):
-            return tuple(int(i) for i in prompt)
+            return ids
         if self.engine.tokenizer is None:
             raise RequestError(f"prompt {number} is text, but there is no tokenizer.json; give token ids")
         return tuple(self.engine.tokenizer.encode(prompt))

@@ -86,6 +86,11 @@ JsonFile = Annotated[
 ]
 
 
+CheckpointDir = Annotated[
+    Path | None, typer.Option("--checkpoint", help="Where the engine's checkpoint is now, if it moved.", metavar="DIR")
+]
+
+
 @app.command(epilog="Example: precede init nano -o nano/ --seed 1")
 def init(
     source: Annotated[str, typer.Argument(metavar="nano|mini|slice|CONFIG.json", help="A preset or a config file.")],
@@ -166,6 +171,7 @@ def inspect(
             "--checkpoint-table", help="Print the tensors of a checkpoint of this config.", metavar="CONFIG.json"
         ),
     ] = None,
+    checkpoint: CheckpointDir = None,
     json_file: JsonFile = None,
 ) -> None:
     """Print what a compilation did: passes, parts and decisions, or one pass's folded diff."""
@@ -176,7 +182,7 @@ def inspect(
     if table is not None:
         print_checkpoint_table(table)
     elif engine is not None:
-        inspect_command(engine, name, json_file)
+        inspect_command(engine, checkpoint=checkpoint, name=name, json_file=json_file)
 
 
 @app.command(epilog="Example: precede generate engine/ --prompt 'Hello' --max-tokens 32 --temperature 0")
@@ -193,6 +199,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes draws repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.", metavar="TEXT")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of sequence.")] = False,
+    checkpoint: CheckpointDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Load an engine and generate from one batch of prompts."""
@@ -200,6 +207,7 @@ def generate(
 
     generate_command(
         engine,
+        checkpoint=checkpoint,
         prompts=[*(prompt or []), *map(parse_ids, token_ids or [])],
         as_json=as_json,
         params={

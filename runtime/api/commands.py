@@ -49,7 +49,7 @@ def init_command(source: str, output: Path, seed: int) -> None:
         raise UsageError(f"{source}: neither a preset ({', '.join(PRESETS)}) nor a file")
     with progress_bar(f"writing {output}") as advance:
         init_checkpoint(source if source in PRESETS else Path(source), output, seed, progress=advance)
-    _say(f"checkpoint in {output}")
+    _note(f"checkpoint in {output}")
 
 
 def compile_command(
@@ -93,16 +93,16 @@ def compile_command(
         compiled.save(output, copy_weights=copy_weights)
     publish(compiled.report(), json_file)
     if output is not None:
-        _say(f"engine in {output}")
+        _note(f"engine in {output}")
 
 
-def inspect_command(engine: Path, name: str | None, json_file: Path | None) -> None:
+def inspect_command(engine: Path, *, checkpoint: Path | None, name: str | None, json_file: Path | None) -> None:
     """Print a saved engine's report, or the diff of one pass."""
     from precede.inspection import SavedEngine
 
     if json_file is not None:
         _check_writable(json_file)
-    saved = SavedEngine.open(engine)
+    saved = SavedEngine.open(engine, checkpoint=checkpoint)
     if name is not None:
         print(saved.diff(name))
     else:
@@ -119,7 +119,9 @@ def print_checkpoint_table(path: Path) -> None:
     console().print(checkpoint_table(rows, totals(rows)))
 
 
-def generate_command(engine: Path, *, prompts: Sequence[Prompt], as_json: bool, params: Mapping[str, Any]) -> None:
+def generate_command(
+    engine: Path, *, checkpoint: Path | None, prompts: Sequence[Prompt], as_json: bool, params: Mapping[str, Any]
+) -> None:
     """Load an engine, generate from one batch, print texts and times."""
     from precede.runtime.sampling import SamplingParams
 
@@ -130,7 +132,7 @@ def generate_command(engine: Path, *, prompts: Sequence[Prompt], as_json: bool, 
     from precede.runtime.llm import LLM, Step
 
     with progress_bar(f"loading {engine}") as advance:
-        loaded = load_engine(engine, progress=advance)
+        loaded = load_engine(engine, checkpoint=checkpoint, progress=advance)
     with progress_bar("generating") as advance:
         done = 0
 
@@ -190,6 +192,11 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"{path}: the directory {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"{path}: the directory {path.parent} is not writable")
+
+
+def _note(line: str) -> None:
+    """Say what was done; on stderr, so that stdout holds results only."""
+    console(stderr=True).print(line, markup=False, soft_wrap=True)
 
 
 def _say(line: str) -> None:
