@@ -38,6 +38,7 @@ __all__ = [
     "new_symbol",
     "node_of",
     "record_helper_lines",
+    "symbol",
     "trace",
     "track",
     "untraced",
@@ -84,6 +85,13 @@ def expression(value: Any) -> sympy.Expr:
     return value.node.expr if is_symbolic(value) else sympy.Integer(int(value))
 
 
+def symbol(value: torch.SymInt) -> sympy.Symbol:
+    """The symbol of a size made by `new_symbol`."""
+    expr = expression(value)
+    assert isinstance(expr, sympy.Symbol)
+    return expr
+
+
 def guards(mode: FakeTensorMode) -> list[tuple[str, str]]:
     """Conditions on symbolic sizes that the traced Python asked for, as (condition, place in the source).
 
@@ -107,7 +115,7 @@ def dynamo_source(node: fx.Node) -> str:
     argument = node.meta.get("grapharg")
     source = getattr(argument, "source", None)
     name = getattr(source, "name", "")
-    return name() if callable(name) else str(name)
+    return str(name() if callable(name) else name)
 
 
 def trace(function: Callable[..., Any], inputs: list[Any], *, stack_traces: bool = True) -> fx.GraphModule:

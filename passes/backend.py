@@ -86,7 +86,7 @@ def from_dynamo(module: fx.GraphModule) -> tuple[Graph, list[int]]:
         kind, source = named[i]  # type: ignore[misc]
         role = kind if kind in ("cache", "batch") else "weight"
         node.meta.update(source=source, role=role, ssa=source)
-    symbols = {_torch.expression(size): name for name, size in sizes.values()}
+    symbols = {_torch.symbol(size): name for name, size in sizes.values()}
     return tidy(traced.graph, symbols), order
 
 

@@ -124,7 +124,7 @@ def _same_layout(a: Any, b: Any) -> bool:
         return False
     if a.dtype != b.dtype or a.device != b.device or a.dim() != b.dim():
         return False
-    pairs = [*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True)]
+    pairs: list[tuple[Any, Any]] = [*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True)]
     pairs.append((a.storage_offset(), b.storage_offset()))
     return all(_torch.expression(x) == _torch.expression(y) for x, y in pairs)
 

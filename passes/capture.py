@@ -80,7 +80,7 @@ def capture(model: nn.Module, batch: StepBatch, caches: Caches, *, templates: bo
     roles = ["weight"] * len(state) + ["cache"] * len(cache_leaves) + ["batch"] * len(batch_leaves)
     for node, source, role in zip(traced.graph.find_nodes(op="placeholder"), sources, roles, strict=True):
         node.meta.update(source=source, role=role, ssa=source)
-    symbols = {_torch.expression(size): name for name, size in sizes.items()}
+    symbols = {_torch.symbol(size): name for name, size in sizes.items()}
     return tidy(traced.graph, symbols)
 
 

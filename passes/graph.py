@@ -151,11 +151,15 @@ def describe(value: Any, symbols: Mapping[sympy.Symbol, str]) -> str:
 
 def size_text(size: Any, symbols: Mapping[sympy.Symbol, str]) -> str:
     """A size as text, with symbols by their printed names."""
-    expr = _torch.expression(size)
+    return expression_text(_torch.expression(size), symbols).replace(" ", "")
+
+
+def expression_text(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, str]) -> str:
+    """A size expression with symbols by their printed names."""
     if isinstance(expr, sympy.Symbol):
         return symbols.get(expr, str(expr))
-    named = {s: sympy.Symbol(symbols[s]) for s in expr.free_symbols if s in symbols}
-    return str(expr.xreplace(named)).replace(" ", "")
+    named = {s: sympy.Symbol(symbols[s]) for s in expr.free_symbols if isinstance(s, sympy.Symbol) and s in symbols}
+    return str(expr.xreplace(named))
 
 
 def op_name(target: Any) -> str:

@@ -25,7 +25,7 @@ from torch import fx
 from . import _torch
 from .canonicalize import simplify
 from .errors import PatternError
-from .graph import Graph, describe, is_pure, op_name
+from .graph import Graph, describe, expression_text, is_pure, op_name
 from .names import names_of
 from .sizes import unify_sizes
 
@@ -154,7 +154,8 @@ class Pattern:
         sized = {n for n in nodes if _torch.is_symbolic(n.meta.get("val"))}
         self.interior = [n for n in nodes if n.op == "call_function" and n not in sized]
         result = self.graph.output_node().args[0]
-        self.outputs: tuple[fx.Node, ...] = tuple(result) if isinstance(result, list | tuple) else (result,)
+        results = result if isinstance(result, list | tuple) else (result,)
+        self.outputs = tuple(r for r in results if isinstance(r, fx.Node))
         self.shareable = self._shareable()
 
     def _fold(self, a: Any, b: Any, name: str, first: Any, second: Any) -> Any:
@@ -366,12 +367,12 @@ class _Search:
         bound: dict[Any, Any] = {}
         for p, g, where in state.sizes:
             if isinstance(p, sympy.Symbol) and bound.setdefault(p, g) != g:
-                return Miss(at=where, want=f"size {self._size(bound[p])}", got=self._size(g))
+                return Miss(at=where, want=f"size {self._text(bound[p])}", got=self._text(g))
         for p, g, where in state.sizes:
             if isinstance(p, sympy.Symbol):
                 continue
             if sympy.expand(p.xreplace(bound) - g) != 0:
-                return Miss(at=where, want=f"size {self._size(p.xreplace(bound))}", got=self._size(g))
+                return Miss(at=where, want=f"size {self._text(p.xreplace(bound))}", got=self._text(g))
         return None
 
     def _leaks(self, state: _State) -> Miss | None:
@@ -389,9 +390,8 @@ class _Search:
                 )
         return None
 
-    def _size(self, expr: Any) -> str:
-        names = {s: sympy.Symbol(self.graph.symbols[s]) for s in expr.free_symbols if s in self.graph.symbols}
-        return str(expr.xreplace(names))
+    def _text(self, size: Any) -> str:
+        return expression_text(size, self.graph.symbols)
 
     def _literal(self, a: Any) -> str:
         return str(a) if isinstance(a, torch.dtype) else repr(a)
@@ -428,4 +428,4 @@ def _trace(
         traced = _torch.trace(lambda *a: function(*a, **scalars), inputs, stack_traces=False)
     unify_sizes(traced.graph)
     simplify(traced.graph)
-    return traced.graph, {_torch.expression(size): name for name, size in symbols.items()}
+    return traced.graph, {_torch.symbol(size): name for name, size in symbols.items()}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from . import _torch
 from .errors import RewriteError
@@ -36,7 +37,7 @@ class Rewriter:
             while value in self.replaced:
                 value = self.replaced[value]
             return value
-        return fx.node.map_arg(value, self.now) if isinstance(value, list | tuple) else value
+        return map_arg(value, self.now) if isinstance(value, list | tuple) else value
 
     def replace(self, match: Match, target: Any, args: Sequence[Any]) -> list[fx.Node]:
         """Put one call of `target` in place of the match; its results stand for the match's outputs, in order.
@@ -94,12 +95,13 @@ class Rewriter:
 
 def _result_type(call: fx.Node) -> Any:
     """What the op's fake gives for the node's arguments."""
-    args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
     tensors = [n.meta["val"] for n in call.all_input_nodes if isinstance(n.meta["val"], _torch.FakeTensor)]
     if not tensors:
         raise RewriteError(f"{call.target} reads no tensor; a replacement must read the values of its match")
+    target: Any = call.target
     with tensors[0].fake_mode:
-        return call.target(*args, **kwargs)
+        return target(*args, **kwargs)
 
 
 def sort_stably(graph: Graph) -> None:

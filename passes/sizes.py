@@ -86,7 +86,7 @@ class SizeBuilder:
         return node, value
 
 
-def _form(expr: sympy.Expr) -> tuple[Callable[[Any, Any], Any], tuple[sympy.Expr, ...]] | None:
+def _form(expr: sympy.Expr) -> tuple[Callable[[Any, Any], Any], tuple[Any, ...]] | None:
     name = type(expr).__name__
     if isinstance(expr, sympy.Mul | sympy.Add):
         return (operator.mul if isinstance(expr, sympy.Mul) else operator.add), expr.args
