@@ -19,6 +19,7 @@ from precede.terminal import complain
 # The base of everything the parser raises; its home differs between versions of typer, its place in the family not.
 UsageFault: Any = typer.BadParameter.__mro__[2]
 
+# What some versions of the parser make of Ctrl-C; to the caller it is a fault like the others.
 INTERRUPTED = 130
 
 
@@ -45,7 +46,7 @@ class OneLineErrors(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             code = complain(f"{where}{error.strerror or error}", 2)
         if code == INTERRUPTED:
-            complain("interrupted", code)
+            code = complain("interrupted; what was not finished was not written", 2)
         if not standalone_mode:
             return code
         sys.exit(code)

@@ -206,6 +206,12 @@ def compile_model(
     layout = CacheLayout.of(
         model.config, numerics, page_size=options.page_size, kv_format=options.kv_format, lookahead=options.lookahead
     )
+    needed = 2 * layout.page_size + 2
+    if needed > model.config.max_position_embeddings:
+        raise OptionsError(
+            f"page_size = {layout.page_size} is too large for a model of {model.config.max_position_embeddings} "
+            f"positions: a sequence must be able to reach a third page, {needed} positions; choose a smaller page_size"
+        )
     say(0, 3, "capture")
     graph = _capture(model, layout)
     say(1, 3, "passes")

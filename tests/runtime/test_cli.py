@@ -121,7 +121,7 @@ def test_generating_process_never_loads_the_compiler(tiny_engine: Path) -> None:
 
 @pytest.mark.slow
 def test_compile_a_config_without_weights(tiny_config: Path) -> None:
-    words = ["compile", "--config", tiny_config, "--fake", "--json", "-", "--disable", "mega_gate"]
+    words = ["compile", "--config", tiny_config, "--fake", "--json", "-", "--disable", "mega_gate", "--page-size", 16]
     report = json.loads(invoke(*words, code=0).stdout)
     assert [p["name"] for p in report["passes"]] == ["canonicalize"]
 

@@ -165,7 +165,7 @@ def test_verify_numerics_needs_weights(tiny_config: Path) -> None:
 @pytest.mark.slow
 def test_without_weights_there_is_a_graph_and_nothing_to_run(tiny_config: Path, tmp_path: Path) -> None:
     seen: list[str] = []
-    options = CompileOptions(numerics="exact32", stop_after="canonicalize")
+    options = CompileOptions(numerics="exact32", page_size=16, stop_after="canonicalize")
     config = ModelConfig.from_file(tiny_config)
     compiled = compile_config(config, options, progress=lambda done, total, what: seen.append(what))
     assert seen == ["capture", "passes", "program", ""]

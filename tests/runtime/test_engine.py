@@ -31,6 +31,22 @@ def test_an_engine_without_tokenizer_takes_ids_only(tiny_engine, tmp_path, monke
     assert (len(output.token_ids), output.text) == (2, "")
 
 
+def test_neither_chunks_nor_company_change_a_greedy_output(tiny_engine):
+    engine = load_engine(tiny_engine)
+    prompts = ["Compile precedes serve", list(range(300, 340)), [7], "é"]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    together = [o.token_ids for o in LLM(engine).generate(prompts, params)]
+    assert [o.token_ids for o in LLM(engine, max_step_tokens=9).generate(prompts, params)] == together
+    assert [LLM(engine).generate([prompt], params)[0].token_ids for prompt in prompts] == together
+    assert len(set(together)) == len(prompts)
+
+
+def test_text_is_the_tokens_decoded(tiny_engine):
+    engine = load_engine(tiny_engine)
+    output = LLM(engine).generate(["x"], SamplingParams(max_tokens=20, seed=4, ignore_eos=True))[0]
+    assert output.text == engine.tokenizer.decode(output.token_ids)
+
+
 def test_a_moved_checkpoint_is_found_where_the_caller_says(tiny_engine, tiny_checkpoint, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(tiny_checkpoint, moved)
