@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -120,7 +121,7 @@ def dynamo_source(node: fx.Node) -> str:
 
 def trace(function: Callable[..., Any], inputs: list[Any], *, stack_traces: bool = True) -> fx.GraphModule:
     """Run `function` on fake `inputs` and record pre-dispatch ATen, mutation included, without gradients."""
-    with torch.no_grad():
+    with torch.no_grad(), _use_lazy_graph_module(True):  # nobody runs the traced module: only its graph is taken
         return make_fx(function, tracing_mode="real", pre_dispatch=True, record_stack_traces=stack_traces)(*inputs)
 
 

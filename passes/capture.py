@@ -9,6 +9,7 @@ others. The result equals the flat capture node for node.
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -219,6 +220,7 @@ def _model_line(error: BaseException) -> str:
     return f"{ours[-1].filename}:{ours[-1].lineno}" if ours else "no source line"
 
 
+@functools.cache
 def _line(stack_trace: str | None) -> str:
     """`file:line in function` of the innermost frame outside torch and this folder."""
     if not stack_trace:

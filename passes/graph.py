@@ -14,6 +14,7 @@ Placeholders come in the order parameters, buffers, cache leaves, batch leaves. 
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -162,6 +163,7 @@ def expression_text(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, str]) -> st
     return str(expr.xreplace(named))
 
 
+@functools.cache
 def op_name(target: Any) -> str:
     """`add` for aten.add.Tensor, `precede.mega_gate` for our own ops, the function's name otherwise."""
     if isinstance(target, _torch.OpOverload):
@@ -179,15 +181,17 @@ def written_args(node: fx.Node) -> list[fx.Node]:
     """The node's arguments that its schema mutates."""
     if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
         return []
-    schema = node.target._schema
-    if not schema.is_mutable:
-        return []
     found: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node)]
+    for i, name in _written_positions(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        found += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node)]
     return found
+
+
+@functools.cache
+def _written_positions(target: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(target._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -201,18 +205,24 @@ def viewed_arg(node: fx.Node) -> fx.Node | None:
     """The argument whose storage the result may share, by the schema's alias annotations."""
     if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
         return None
-    schema = node.target._schema
-    returned = [r.alias_info for r in schema.returns if r.alias_info is not None]
-    if not returned:
-        return None
-    for i, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is None or not any(info.before_set & r.before_set for r in returned):
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+    for i, name in _viewed_positions(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         if isinstance(value, fx.Node):
-            return None if schema.name == "aten::to" and _dtype(value) != _dtype(node) else value
+            cast = node.target._opname == "to" and _dtype(value) != _dtype(node)
+            return None if cast else value
     return None
+
+
+@functools.cache
+def _viewed_positions(target: Any) -> tuple[tuple[int, str], ...]:
+    """Arguments that a result aliases: annotated and not written, or written and returned (in-place ops)."""
+    returned = [r.alias_info for r in target._schema.returns if r.alias_info is not None]
+    found: list[tuple[int, str]] = []
+    for i, argument in enumerate(target._schema.arguments):
+        info = argument.alias_info
+        if info is not None and (not info.is_write or any(info.before_set & r.before_set for r in returned)):
+            found.append((i, argument.name))
+    return tuple(found)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -243,9 +253,14 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, _torch.OpOverload):
         return node.target is operator.getitem or _torch.is_symbolic(node.meta.get("val"))
-    if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+    return _is_pure_op(node.target)
+
+
+@functools.cache
+def _is_pure_op(target: Any) -> bool:
+    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    return bool(node.target._schema.returns)
+    return bool(target._schema.returns)
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node] | None = None) -> int:

@@ -143,11 +143,12 @@ def run_passes(
     if verify_level == "numerics" and context.example is None:
         raise PassError('verify "numerics" runs the graph, so the context needs `example` inputs')
     records: dict[str, PassRecord] = {}
-    state = State.of(graph)
+    state, snapshot = State.of(graph), Snapshot.of(graph)
     result = _evaluate(graph, context) if verify_level == "numerics" else None
     for rewriting in pipeline:
         if rewriting.name not in disable:
-            record, state = _run_one(graph, rewriting, context, state, verify_level)
+            record, state = _run_one(graph, rewriting, context, state, snapshot, verify_level)
+            snapshot = record.after
             records[rewriting.name] = record
             if not allow_misses:
                 _check_matches(record)
@@ -159,11 +160,11 @@ def run_passes(
 
 
 def _run_one(
-    graph: Graph, rewriting: Pass, context: PassContext, state: State, level: VerifyLevel
+    graph: Graph, rewriting: Pass, context: PassContext, state: State, before: Snapshot, level: VerifyLevel
 ) -> tuple[PassRecord, State]:
     context.matches, context.misses = 0, []
     expected = rewriting.expects(graph, context)
-    before, nodes, ops = Snapshot.of(graph), len(graph.fx.nodes), graph.op_counts()
+    nodes, ops = len(graph.fx.nodes), graph.op_counts()
     start = time.perf_counter()
     rewriting.run(graph, context)
     seconds = time.perf_counter() - start

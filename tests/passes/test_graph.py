@@ -35,6 +35,15 @@ def test_a_cast_is_no_view_and_a_slice_is() -> None:
     assert roots[graph.call_nodes(aten.to.dtype)[0]] is not x
 
 
+def test_parts_of_a_list_of_views_are_views() -> None:
+    graph = graph_of(lambda x: x.chunk(2)[1].exp() + x.unbind(0)[0] + x.split([1, 3])[0], x=(4, 4))
+    roots, x = alias_roots(graph.fx.nodes), graph.node("x")
+    parts = graph.call_nodes(operator.getitem)
+    assert len(parts) == 3
+    assert all(roots[part] is x for part in parts)
+    assert roots[graph.call_nodes(aten.exp.default)[0]] is not x
+
+
 def test_unknown_value_names_its_neighbours(tiny: Captured) -> None:
     graph = tiny.clean()
     assert graph.node("L2.ffn.gate.softplus").target is aten.softplus.default
