@@ -5,7 +5,7 @@ Nothing here imports the compiler; what runs is what the folder says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,12 +14,13 @@ import torch
 from precede.lowering.bundle import Bundle, read_bundle
 from precede.lowering.errors import EngineMismatch
 from precede.lowering.manifest import Manifest
-from precede.model.batch import StepBatch
+from precede.model.batch import StepBatch, StepRequest
 from precede.model.cache import CacheLayout, Caches, allocate
 from precede.model.checkpoint import load_checkpoint
 from precede.model.config import ModelConfig
 
 from .program import BoundProgram, Program
+from .program_profile import Profile
 from .tokenizer import Tokenizer
 
 MAIN = "main"
@@ -39,6 +40,18 @@ class Engine:
     def allocate(self, *, pages: int, rings: int) -> Caches:
         """Zeroed caches; page 0 and ring 0 are included and belong to nobody."""
         return allocate(self.layout, pages=pages, rings=rings, device=self.step.device)
+
+    def profile(self, lengths: Sequence[int]) -> Profile:
+        """Where the time of a decode step goes that adds one token to requests of these lengths (empty caches)."""
+        size, first = self.layout.page_size, 1
+        requests = []
+        for ring, length in enumerate(lengths, 1):
+            pages = range(first, first + -(-(length + 1) // size))
+            token_ids = [self.config.bos_token_id] * (length + 1)
+            requests.append(StepRequest(token_ids=token_ids, start=length, pages=pages, ring=ring))
+            first = pages.stop
+        caches = self.allocate(pages=first, rings=len(requests) + 1)
+        return self.step.profile(caches, StepBatch.of(requests, self.layout))
 
     @property
     def manifest(self) -> Manifest:

@@ -201,6 +201,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.", metavar="TEXT")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of sequence.")] = False,
     checkpoint: CheckpointDir = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Also print where a decode step's time goes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Load an engine and generate from one batch of prompts."""
@@ -211,6 +212,7 @@ def generate(
         checkpoint=checkpoint,
         prompts=[*(prompt or []), *map(parse_ids, token_ids or [])],
         as_json=as_json,
+        profile=profile,
         params={
             "max_tokens": max_tokens,
             "temperature": temperature,

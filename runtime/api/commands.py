@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,13 @@ def print_checkpoint_table(path: Path) -> None:
 
 
 def generate_command(
-    engine: Path, *, checkpoint: Path | None, prompts: Sequence[Prompt], as_json: bool, params: Mapping[str, Any]
+    engine: Path,
+    *,
+    checkpoint: Path | None,
+    prompts: Sequence[Prompt],
+    as_json: bool,
+    profile: bool,
+    params: Mapping[str, Any],
 ) -> None:
     """Load an engine, generate from one batch, print texts and times."""
     from precede.runtime.sampling import SamplingParams
@@ -142,8 +149,16 @@ def generate_command(
             advance(done, sampling.max_tokens, f"{step.kind}, {step.rows} rows, {step.seconds * 1e3:.0f} ms")
 
         outputs = LLM(loaded).generate(prompts, sampling, on_step=show)
+    step = loaded.profile([len(o.prompt_token_ids) for o in outputs]) if profile else None
     if as_json:
-        print(json.dumps({"outputs": [_output_json(o) for o in outputs]}, ensure_ascii=False))
+        data: dict[str, Any] = {"outputs": [_output_json(o) for o in outputs]}
+        if step is not None:
+            data["profile"] = {
+                "seconds": step.seconds,
+                "aten_ops": step.aten_ops,
+                "top": [asdict(t) for t in step.top()],
+            }
+        print(json.dumps(data, ensure_ascii=False))
         return
     from precede.report import generation_table
 
@@ -152,6 +167,8 @@ def generate_command(
         _say(f"[{number}] {printable(prompt)}")
         _say(printable(output.text) if output.text else f"token ids {list(output.token_ids)}")
     console().print(generation_table(outputs))
+    if step is not None:
+        _say(f"a decode step after these prompts: {step}")
 
 
 def publish(report: Report, json_file: Path | None) -> None:

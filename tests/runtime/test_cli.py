@@ -106,6 +106,17 @@ def test_generate_json_is_repeatable(tiny_engine: Path) -> None:
     assert other["token_ids"] != first["token_ids"]
 
 
+def test_generate_shows_where_a_step_goes(tiny_engine: Path) -> None:
+    words = ["generate", tiny_engine, "--prompt", "hi", "--token-ids", "5,6,7", "--max-tokens", 1, "--profile"]
+    out = invoke(*words, code=0).stdout
+    assert "ATen calls" in out
+    assert "precede.linear" in out
+    profile = json.loads(invoke(*words, "--json", code=0).stdout)["profile"]
+    assert profile["aten_ops"] > 1000
+    assert len(profile["top"]) == 10
+    assert profile["top"][0]["seconds"] >= profile["top"][9]["seconds"] > 0
+
+
 def test_generating_process_never_loads_the_compiler(tiny_engine: Path) -> None:
     code = (
         "import sys\nfrom precede import LLM, SamplingParams, load_engine\n"

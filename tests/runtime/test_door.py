@@ -38,7 +38,7 @@ def test_light_imports_leave_torch_alone(code: str):
     seconds, modules = run(code)
     assert "torch" not in modules
     assert not any(m.startswith(("precede.passes", "precede.lowering")) for m in modules)
-    assert seconds < 1.0
+    assert seconds < 2.0  # 0.1 to 0.3 s on an idle core
 
 
 def test_serving_imports_leave_the_compiler_alone():
