@@ -14,6 +14,8 @@ Refuses  a router whose scores are used elsewhere or scored by another function;
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from precede.model.ops.gate import route
@@ -51,15 +53,18 @@ class MegaGate:
 
 def router(context: PassContext) -> Pattern:
     """The pattern of a router of this model's sizes and dtypes."""
-    c = context.config
-    dtype = context.numerics.dtype
+    return _router(context.config.hidden_size, context.config.n_routed_experts, context.numerics.dtype)
+
+
+@functools.cache
+def _router(dim: int, experts: int, dtype: torch.dtype) -> Pattern:
     return Pattern(
         route,
         tensors={
-            "x": TensorSpec(shape=(0, c.hidden_size), dtype=dtype),
-            "weight": TensorSpec(shape=(c.n_routed_experts, c.hidden_size), dtype=dtype),
-            "bias": TensorSpec(shape=(c.n_routed_experts,)),
-            "bias_vl": TensorSpec(shape=(c.n_routed_experts,)),
+            "x": TensorSpec(shape=(0, dim), dtype=dtype),
+            "weight": TensorSpec(shape=(experts, dim), dtype=dtype),
+            "bias": TensorSpec(shape=(experts,)),
+            "bias_vl": TensorSpec(shape=(experts,)),
             "image": TensorSpec(shape=(0,), dtype=torch.bool),
         },
         scalars={"topk": (2, 3), "scale": (1.25, 2.75)},

@@ -22,11 +22,17 @@ from .test_pattern import commute
 NAMES = [p.name for p in PIPELINE]
 
 
-def upto(of: Captured, index: int, graph: Graph | None = None) -> Graph:
-    """The graph as pass number `index` meets it."""
-    graph = graph or of.graph
-    run_passes(graph, PIPELINE[:index], of.context())
-    return graph
+def upto(of: Captured, index: int) -> Graph:
+    """The graph as pass number `index` meets it: a copy."""
+    key = (id(of), index)
+    if key not in _MET:
+        graph = of.graph
+        run_passes(graph, PIPELINE[:index], of.context())
+        _MET[key] = graph
+    return _MET[key].copy()
+
+
+_MET: dict[tuple[int, int], Graph] = {}
 
 
 each_pass = pytest.mark.parametrize("index", range(len(PIPELINE)), ids=NAMES)

@@ -16,7 +16,7 @@ from precede.model.config import ModelConfig
 from precede.model.ops.gate import route
 from precede.model.ops.kv import write
 
-STREAMS, DIM, EXPERTS, TOPK, ROUNDS = 4, 32, 8, 2, 5
+STREAMS, DIM, EXPERTS, TOPK, ROUNDS = 4, 32, 8, 2, 2
 
 
 @dataclass
