@@ -25,7 +25,7 @@ from .ops.collectives import all_reduce
 from .ops.kv import decode, encode, key_values, write
 from .ops.linear import group_product
 from .ops.registry import training
-from .rope import rotate
+from .rope import Rope
 from .step import Rows
 
 Taps = dict[str, torch.Tensor]
@@ -85,6 +85,7 @@ class Attention(nn.Module):
         self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.wo_a = Linear(heads * dh // c.o_groups, c.o_groups * c.o_lora_rank, n, weight_dtype)
         self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, n, weight_dtype)
+        self.rope = Rope()
         if kind.role == "full":
             self.compressor = Compressor(c, n, kind.ratio, weight_dtype)
         if kind.role in ("full", "reindex"):
@@ -108,7 +109,7 @@ class Attention(nn.Module):
     def insert(self, h: torch.Tensor, hq: torch.Tensor, rows: Rows, store: LayerStore) -> torch.Tensor:
         """Window records [T, record] of the rows; a KV source also writes the entries and keys that they complete."""
         ratio = self.kind.ratio
-        latent = rotate(self.kv_norm(self.wkv(hq)), rows.rotation(ratio))
+        latent = self.rope(self.kv_norm(self.wkv(hq)), rows.rotation(ratio))
         window = encode(latent, self.layout.window)
         if self.kind.role == "full":
             assert store.latent is not None
@@ -117,7 +118,7 @@ class Attention(nn.Module):
             slots, form = rows.entry_slot(ratio), self.layout.index_key
             keys = self.indexer.keys(latent, entry, form)
             store.index_key = write(store.index_key, keys, slots, key_values(form, self.layout.config.index_head_dim))
-            store.latent = write(store.latent, encode(rotate(latent, entry), self.layout.latent), slots)
+            store.latent = write(store.latent, encode(self.rope(latent, entry), self.layout.latent), slots)
         return window
 
     def keep_window(self, window: torch.Tensor, rows: Rows, store: LayerStore) -> None:
@@ -139,7 +140,7 @@ class Attention(nn.Module):
         qr = quantize_input(self.q_norm(self.wq_a(hq)), n)
         q = self.wq_b(qr).unflatten(1, (c.num_attention_heads, c.head_dim))
         rotation = rows.rotation(kind.ratio)
-        q = rotate(q, rotation)
+        q = self.rope(q, rotation)
         if kind.role in ("full", "reindex"):
             assert store.index_key is not None
             entries, blocks, scores = self.indexer(h, qr, rows, store.index_key, selection.blocks)
@@ -152,7 +153,7 @@ class Attention(nn.Module):
             taken, present = self._entry_keys(selection, rows, store)
             keys, valid = torch.cat((keys, taken), dim=1), torch.cat((valid, present), dim=1)
         o = sparse_attention(q, keys, valid, self.attn_sink, c.head_dim**-0.5, self.wide)
-        o = rotate(o, rotation, inverse=True).flatten(1).unflatten(1, (c.o_groups, -1))
+        o = self.rope(o, rotation, inverse=True).flatten(1).unflatten(1, (c.o_groups, -1))
         z = group_product(o, self.wo_a.weight.unflatten(0, (c.o_groups, -1)), self.wide).flatten(1)
         return all_reduce(self.wo_b(quantize_input(z, n)), "tp", self.world), selection
 

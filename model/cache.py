@@ -11,13 +11,14 @@ A store keeps either *values* (already quantised and dequantised) or *packed* re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .config import ModelConfig
-from .errors import ConfigError
+from .errors import BatchError, ConfigError
 from .numerics import Numerics
 
 Store = Literal["values", "packed"]
@@ -51,6 +52,20 @@ def packed_bytes(quantiser: str, dim: int) -> int:
     if quantiser == "mxfp4":
         return dim // 2 + dim // 32
     raise ValueError(f"no packed record for quantiser {quantiser!r}")
+
+
+@dataclass(frozen=True)
+class StoreShape:
+    """One page or one ring of a store: `rows` records of `width` elements."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one page or one ring."""
+        return self.rows * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +149,28 @@ class CacheLayout:
         """Entries of one page in the pools of KV source `source`."""
         return self.page_size // self.config.compress_ratios[source]
 
+    @cached_property
+    def stores(self) -> dict[str, tuple[StoreShape, ...]]:
+        """Shape of every store by its place in `Caches`, without the leading dimension (rings or pages)."""
+        c = self.config
+        window = StoreShape(self.window_capacity, self.window.width(c.head_dim), self.window.stored_dtype)
+        group = StoreShape(self.group_capacity, 2 * c.head_dim, torch.float32)
+
+        def pools(form: RecordFormat, dim: int) -> tuple[StoreShape, ...]:
+            return tuple(
+                StoreShape(self.entries_per_page(s), form.width(dim), form.stored_dtype) for s in self.kv_sources
+            )
+
+        return {
+            "window": (window,) * c.num_hidden_layers,
+            "latent": pools(self.latent, c.head_dim),
+            "index_key": pools(self.index_key, c.index_head_dim),
+            "group": (group,) * len(self.group_sources),
+        }
+
     def page_bytes(self) -> int:
         """Bytes of one page over all pools: 113,920 for the published config, 128 tokens, packed NVFP4 + MXFP4."""
-        latent = self.latent.width(self.config.head_dim) * self.latent.stored_dtype.itemsize
-        key = self.index_key.width(self.config.index_head_dim) * self.index_key.stored_dtype.itemsize
-        return sum(self.entries_per_page(s) for s in self.kv_sources) * (latent + key)
+        return sum(s.nbytes for s in (*self.stores["latent"], *self.stores["index_key"]))
 
     def bytes_per_token(self) -> float:
         """Global KV of one token: 890 for the published config, packed."""
@@ -146,10 +178,23 @@ class CacheLayout:
 
     def ring_bytes(self) -> int:
         """Bytes of one request's rings: windows of all layers and open groups."""
-        c = self.config
-        window = self.window_capacity * self.window.width(c.head_dim) * self.window.stored_dtype.itemsize
-        group = self.group_capacity * 2 * c.head_dim * 4
-        return c.num_hidden_layers * window + len(self.group_sources) * group
+        return sum(s.nbytes for s in (*self.stores["window"], *self.stores["group"]))
+
+    def check(self, caches: Caches) -> None:
+        """Raise BatchError for caches that this layout did not make."""
+        for name, shapes in self.stores.items():
+            found = getattr(caches, name)
+            if len(found) != len(shapes):
+                raise BatchError(
+                    f"caches.{name} holds {len(found)} stores, this layout has {len(shapes)}; "
+                    "make them with allocate(model.layout, ...)"
+                )
+            for i, (t, shape) in enumerate(zip(found, shapes, strict=True)):
+                if tuple(t.shape[1:]) != (shape.rows, shape.width) or t.dtype != shape.dtype:
+                    raise BatchError(
+                        f"caches.{name}[{i}] is {t.dtype} {list(t.shape)}, this layout has {shape.dtype} "
+                        f"[*, {shape.rows}, {shape.width}]; make them with allocate(model.layout, ...)"
+                    )
 
 
 @dataclass
@@ -177,16 +222,10 @@ pytree.register_dataclass(Caches)
 
 def allocate(layout: CacheLayout, *, pages: int, rings: int, device: torch.device | str = "cpu") -> Caches:
     """Zeroed stores for `pages` pages and `rings` rings, the null page and the null ring included."""
-    c = layout.config
-
-    def pool(count: int, rows: int, form: RecordFormat, dim: int) -> torch.Tensor:
-        return torch.zeros(count, rows, form.width(dim), dtype=form.stored_dtype, device=device)
-
+    counts = {"window": rings, "latent": pages, "index_key": pages, "group": rings}
     return Caches(
-        window=[pool(rings, layout.window_capacity, layout.window, c.head_dim) for _ in range(c.num_hidden_layers)],
-        latent=[pool(pages, layout.entries_per_page(s), layout.latent, c.head_dim) for s in layout.kv_sources],
-        index_key=[
-            pool(pages, layout.entries_per_page(s), layout.index_key, c.index_head_dim) for s in layout.kv_sources
-        ],
-        group=[torch.zeros(rings, layout.group_capacity, 2 * c.head_dim, device=device) for _ in layout.group_sources],
+        **{
+            name: [torch.zeros(counts[name], s.rows, s.width, dtype=s.dtype, device=device) for s in shapes]
+            for name, shapes in layout.stores.items()
+        }
     )

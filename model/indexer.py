@@ -13,7 +13,7 @@ from .ops.indexer import indexer_logits
 from .ops.kv import encode
 from .ops.quant import quantize
 from .ops.select import keep_blocks, select_blocks, top_rows
-from .rope import Rotation, rotate
+from .rope import Rope, Rotation
 from .step import Rows
 
 
@@ -34,6 +34,7 @@ class Indexer(nn.Module):
         self.quantiser = "mxfp4" if numerics.kv_quant else "none"
         self.wide = numerics.gemm_accumulate == "float64"
         heads, dim = config.index_n_heads, config.index_head_dim
+        self.rope = Rope()
         self.wq_b = Linear(config.q_lora_rank, heads * dim, numerics, weight_dtype)
         self.weights_proj = Linear(config.hidden_size, heads, numerics, weight_dtype)
         if owns_keys:
@@ -42,7 +43,7 @@ class Indexer(nn.Module):
 
     def keys(self, latent: torch.Tensor, entry: Rotation, form: RecordFormat) -> torch.Tensor:
         """Index-key records of latents [T, dh], rotated at their group's first position."""
-        return encode(rotate(self.k_norm(self.wk(latent)), entry), form)
+        return encode(self.rope(self.k_norm(self.wk(latent)), entry), form)
 
     def forward(
         self,
@@ -60,7 +61,7 @@ class Indexer(nn.Module):
         c = self.config
         heads, dim = c.index_n_heads, c.index_head_dim
         q = self.wq_b(q_input).unflatten(1, (heads, dim))
-        q = quantize(rotate(q, rows.rotation(self.ratio)), self.quantiser)
+        q = quantize(self.rope(q, rows.rotation(self.ratio)), self.quantiser)
         w = self.weights_proj(h).float() * (dim**-0.5 * heads**-0.5)
         visible = rows.visible(self.ratio)
         scores = indexer_logits(q, w, key_pool, rows.page_table, rows.request, visible, self.wide)

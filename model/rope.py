@@ -7,9 +7,11 @@ they rotate. YaRN changes frequencies only; there is no magnitude factor.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .config import ModelConfig
@@ -49,6 +51,19 @@ def rotation(positions: torch.Tensor, freqs: torch.Tensor) -> Rotation:
     """Angles fp32(p) * f of positions int64 [T]."""
     angles = positions.float().unsqueeze(1) * freqs
     return Rotation(angles.cos(), angles.sin())
+
+
+class Rope(nn.Module):
+    """`rotate` as a module, so that the many equal rotations of a model are traced once."""
+
+    @property
+    def template_kind(self) -> Hashable:
+        """Forward reads its arguments only."""
+        return ()
+
+    def forward(self, x: torch.Tensor, by: Rotation, inverse: bool = False) -> torch.Tensor:
+        """x [T, ..., d], same shape and dtype out."""
+        return rotate(x, by, inverse=inverse)
 
 
 def rotate(x: torch.Tensor, by: Rotation, *, inverse: bool = False) -> torch.Tensor:

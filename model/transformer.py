@@ -23,7 +23,6 @@ from .block import Block
 from .cache import CacheLayout, Caches
 from .config import ModelConfig
 from .engram import NgramHash
-from .errors import BatchError
 from .layers import Embedding, Linear, RMSNorm, quantize_input
 from .numerics import Numerics
 from .ops.rows import trim_rows
@@ -224,14 +223,8 @@ class Transformer(nn.Module):
         return list(self.layers)  # type: ignore[arg-type]
 
     def _stores(self, caches: Caches) -> list[LayerStore]:
-        counts = (len(caches.window), len(caches.latent), len(caches.index_key), len(caches.group))
+        self.layout.check(caches)
         sources, groups = self.layout.kv_sources, self.layout.group_sources
-        wanted = (self.config.num_hidden_layers, len(sources), len(sources), len(groups))
-        if counts != wanted:
-            raise BatchError(
-                f"caches hold {counts} window, latent, index_key and group stores, this model has {wanted}; "
-                "make them with allocate(model.layout, ...)"
-            )
         stores = [LayerStore(window) for window in caches.window]
         for j, layer in enumerate(sources):
             stores[layer].latent, stores[layer].index_key = caches.latent[j], caches.index_key[j]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from precede.compile import CompiledModel, compile_model
+from precede.model.cache import CacheLayout
 from precede.model.checkpoint import load_checkpoint
 from precede.model.init import init_checkpoint
 from precede.model.numerics import Numerics
 from precede.model.transformer import Transformer
+from precede.options import CompileOptions
 
 from .golden_cases import find_cases
 
@@ -32,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # torch logs every traced op for its own tools; pytest would collect and format each record.
+    logging.getLogger("torch.__trace").propagate = False
     try:
         config.golden_cases = find_cases(config.getoption("--golden-dir") or [GOLDEN])  # type: ignore[attr-defined]
     except FileNotFoundError as error:
@@ -53,10 +59,26 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 @pytest.fixture(scope="session")
 def model_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., Transformer]:
-    """That checkpoint loaded with a numerics preset or Numerics; shared, so treat as read-only."""
+    """That checkpoint loaded with a numerics preset or Numerics; shared, so treat as read-only but for the layout."""
 
     @cache
-    def load(preset: str, numerics: str | Numerics = "exact32") -> Transformer:
+    def load(preset: str, numerics: str | Numerics) -> Transformer:
         return load_checkpoint(checkpoint_of(preset), numerics).requires_grad_(False)
 
-    return load
+    def get(preset: str, numerics: str | Numerics = "exact32") -> Transformer:
+        model = load(preset, numerics)
+        model.set_layout(CacheLayout.of(model.config, model.numerics))
+        return model
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def compiled_of(checkpoint_of: Callable[[str], Path]) -> Callable[[str, str], CompiledModel]:
+    """That checkpoint compiled with pages of 16 tokens, once for the session: captures are what costs time here."""
+
+    @cache
+    def compiled(preset: str, numerics: str) -> CompiledModel:
+        return compile_model(checkpoint_of(preset), CompileOptions(numerics=numerics, page_size=16))
+
+    return compiled

@@ -28,11 +28,7 @@ NAN = float("nan")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mode" in metafunc.fixturenames:
         cases: list[Case] = metafunc.config.golden_cases  # type: ignore[attr-defined]
-        pairs = [
-            pytest.param(c, m, id=f"{c.name}-{m}", marks=[] if (c, m) == (cases[0], "exact") else [pytest.mark.slow])
-            for c in cases
-            for m in c.modes()
-        ]
+        pairs = [pytest.param(c, m, id=f"{c.name}-{m}") for c in cases for m in c.modes()]
         metafunc.parametrize(("case", "mode"), pairs, scope="module")
 
 
@@ -53,6 +49,7 @@ def golden(case: Case, mode: str) -> Runner:
     return runner
 
 
+@pytest.mark.slow
 def test_golden_prefill_and_decode(golden: Runner) -> None:
     count = len(golden.case.prompts[0])
     check(golden, golden.sequences().step(0, count), "logits")
@@ -64,10 +61,9 @@ def test_golden_prefill_and_decode(golden: Runner) -> None:
         check(golden, seq.decode(start, count), f"decode_from_{start}")
 
 
-@pytest.fixture(scope="module", params=["nano", "mini"])
-def pair(request: pytest.FixtureRequest, model_of: Callable[..., Transformer]) -> tuple[Transformer, CompiledModel]:
-    model = model_of(request.param)
-    return model, compile_model(model, CompileOptions(numerics="exact32", page_size=16))
+PRESETS = ["nano", pytest.param("mini", marks=pytest.mark.slow)]
+Models = Callable[..., Transformer]
+Compiled = Callable[[str, str], CompiledModel]
 
 
 def mixed(model: Transformer, compiled: CompiledModel, rows: int) -> list[StepBatch]:
@@ -87,9 +83,22 @@ def mixed(model: Transformer, compiled: CompiledModel, rows: int) -> list[StepBa
     return [StepBatch.of(first, layout), StepBatch.of(second, layout, rows=None if rows == 1 else rows + 5, slots=4)]
 
 
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 129])
-def test_exact32_equals_eager_bit_for_bit(pair: tuple[Transformer, CompiledModel], rows: int) -> None:
-    model, compiled = pair
+def test_exact32_equals_eager_bit_for_bit(model_of: Models, compiled_of: Compiled, preset: str, rows: int) -> None:
+    same_bits(model_of(preset, "exact32"), compiled_of(preset, "exact32"), rows)
+
+
+@pytest.mark.parametrize("numerics", ["native", pytest.param("qat_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_quantised_presets_equal_eager_bit_for_bit(
+    model_of: Models, compiled_of: Compiled, preset: str, numerics: str
+) -> None:
+    same_bits(model_of(preset, numerics), compiled_of(preset, numerics), 24)
+
+
+def same_bits(model: Transformer, compiled: CompiledModel, rows: int) -> None:
+    """Logits and caches of two steps."""
     model.set_layout(compiled.layout)
     ours, theirs = (allocate(compiled.layout, pages=14, rings=4) for _ in range(2))
     for batch in mixed(model, compiled, rows):
@@ -98,43 +107,36 @@ def test_exact32_equals_eager_bit_for_bit(pair: tuple[Transformer, CompiledModel
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("numerics", ["qat_bf16", "native"])
-def test_quantised_presets_equal_eager_bit_for_bit(model_of: Callable[..., Transformer], numerics: str) -> None:
-    model = model_of("nano", numerics)
-    compiled = compile_model(model, CompileOptions(numerics=numerics, page_size=16))
-    model.set_layout(compiled.layout)
-    ours, theirs = (allocate(compiled.layout, pages=14, rings=4) for _ in range(2))
-    for batch in mixed(model, compiled, 24):
-        assert torch.equal(compiled(batch, ours), model(batch, theirs))
-
-
-def test_poison_changes_no_output_of_the_program(pair: tuple[Transformer, CompiledModel]) -> None:
-    _, compiled = pair
+@pytest.mark.parametrize("preset", PRESETS)
+def test_poison_changes_no_output_of_the_program(model_of: Models, compiled_of: Compiled, preset: str) -> None:
+    model, compiled = model_of(preset, "exact32"), compiled_of(preset, "exact32")
     outs = []
     for fill in (0.0, NAN):
         caches = allocate(compiled.layout, pages=20, rings=6)
         for pool in pytree.tree_leaves(caches):
             pool.fill_(fill)
-        outs.append([compiled(batch, caches) for batch in mixed(*pair, 24)])
+        outs.append([compiled(batch, caches) for batch in mixed(model, compiled, 24)])
     for clean, dirty in zip(*outs, strict=True):
         assert torch.isfinite(dirty).all()
         assert torch.equal(clean, dirty)
 
 
-def test_disabled_pass_leaves_the_plain_graph(model_of: Callable[..., Transformer]) -> None:
-    model = model_of("nano")
+@pytest.mark.slow
+def test_disabled_pass_leaves_the_plain_graph(model_of: Models, compiled_of: Compiled) -> None:
+    """Without the pass the routers stay as they are, and the program gives the same bits."""
+    model = model_of("nano", "exact32")
     plain = compile_model(model, CompileOptions(numerics="exact32", page_size=16, disable=("mega_gate",)))
     assert "mega_gate" not in plain.passes
     assert not [n for n in plain.part.nodes if n.target.startswith("precede.mega_gate")]
+    fused = compiled_of("nano", "exact32")
+    assert len([n for n in fused.part.nodes if n.target.startswith("precede.mega_gate")]) == 10
+    same_bits(model, plain, 24)
 
 
-def test_saved_engine_gives_the_same_bits(
-    checkpoint_of: Callable[[str], Path], model_of: Callable[..., Transformer], tmp_path: Path
-) -> None:
-    compiled = compile_model(checkpoint_of("nano"), CompileOptions(numerics="native", page_size=16))
+def test_saved_engine_gives_the_same_bits(model_of: Models, compiled_of: Compiled, tmp_path: Path) -> None:
+    compiled = compiled_of("nano", "native")
     compiled.save(tmp_path / "engine")
     engine = load_engine(tmp_path / "engine")
-    model = model_of("nano", "native")
     ours, theirs = (allocate(compiled.layout, pages=14, rings=4) for _ in range(2))
-    for batch in mixed(model, compiled, 24):
+    for batch in mixed(model_of("nano", "native"), compiled, 24):
         assert torch.equal(engine(batch, ours), compiled(batch, theirs))

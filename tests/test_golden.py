@@ -23,7 +23,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # Token by token takes most of the time; every mode of it runs with the slow tests.
         stepwise = metafunc.function.__name__ in ("test_decode", "test_replay", "test_prefix_hit")
         pairs = [
-            pytest.param(c, m, id=f"{c.name}-{m}", marks=[pytest.mark.slow] if stepwise and m != "exact" else [])
+            pytest.param(
+                c,
+                m,
+                id=f"{c.name}-{m}",
+                marks=[pytest.mark.slow] if stepwise and (m != "exact" or c.config.num_hidden_layers > 9) else [],
+            )
             for c in cases
             for m in c.modes()
         ]

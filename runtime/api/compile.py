@@ -46,6 +46,12 @@ class CompileError(PrecedeError):
     """Something that cannot be compiled, run or saved as asked; says what to do instead."""
 
 
+class NoSuchPassError(CompileError, KeyError):
+    """A record is asked for by the name of a pass that did not run."""
+
+    __str__ = CompileError.__str__
+
+
 class Passes(Mapping[str, PassRecord]):
     """The records of a compilation by pass name, in the order in which they ran."""
 
@@ -54,7 +60,7 @@ class Passes(Mapping[str, PassRecord]):
 
     def __getitem__(self, name: str) -> PassRecord:
         if name not in self._records:
-            raise CompileError(f"no pass {name!r} ran; there are {', '.join(self._records)}")
+            raise NoSuchPassError(f"no pass {name!r} ran; there are {', '.join(self._records)}")
         return self._records[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -121,7 +127,7 @@ class CompiledModel:
         return Tokenizer.from_file(path) if path is not None and path.is_file() else None
 
     def diff(self, name: str) -> str:
-        """What the pass changed, equal layers folded. Raises CompileError for a pass that did not run."""
+        """What the pass changed, equal layers folded. Raises NoSuchPassError for a pass that did not run."""
         return str(self.passes[name].diff)
 
     def report(self) -> Report:

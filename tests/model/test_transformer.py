@@ -230,12 +230,16 @@ def test_every_mechanism_bites(model_of: Models) -> None:
     assert bool(inside.all())
 
 
-def test_caches_of_another_model_are_refused(model_of: Models) -> None:
-    model = model_of("nano")
+def test_caches_of_another_layout_are_refused(model_of: Models) -> None:
+    model = model_of("nano", "native")
     seq = sequences(model, prompts(1, 4, 512))
     seq.caches.latent.pop()
-    with pytest.raises(BatchError, match="make them with allocate"):
+    with pytest.raises(BatchError, match=r"caches\.latent holds 2 stores.*allocate"):
         seq.step(0, 4)
+    model.set_layout(CacheLayout.of(model.config, model.numerics, page_size=16, store="packed"))
+    values = Sequences(model, CacheLayout.of(model.config, model.numerics, page_size=16), [[5] * 4])
+    with pytest.raises(BatchError, match=r"caches\.window\[0\] is torch.bfloat16.*torch.uint8"):
+        values.step(0, 4)
 
 
 def test_parameter_count(model_of: Models) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,9 +22,6 @@ from precede.passes.manager import PassContext, run_passes
 from precede.passes.pipeline import PIPELINE
 
 from . import toy
-
-# torch logs every traced op for its own tools; pytest would collect and format each record.
-logging.getLogger("torch.__trace").propagate = False
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,13 @@ def test_templates_equal_the_flat_trace_on_nano(captured: Callable[[str, str], C
     assert listing(nano.graph) == listing(flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_nano_runs_as_eager_bit_for_bit(
     captured: Callable[[str, str], Captured], model_of: Callable[..., Transformer], rows: int
 ) -> None:
     model = model_of("nano", "native")
-    layout = CacheLayout.of(model.config, "native")
+    layout = model.layout
     request = StepRequest(token_ids=[5 + i for i in range(rows)], pages=[1, 2], ring=1)
     batch = StepBatch.of([request], layout)
     caches = allocate(layout, pages=4, rings=3)
