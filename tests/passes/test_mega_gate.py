@@ -109,6 +109,7 @@ def test_another_dtype_is_a_miss(tiny: Captured) -> None:
     assert found.matches == ()
 
 
+@pytest.mark.slow
 def test_nano(captured: Callable[[str, str], Captured]) -> None:
     nano = captured("nano", "native")
     records = run_passes(nano.graph, PIPELINE, nano.context())
