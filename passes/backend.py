@@ -95,7 +95,7 @@ class _Relabelled(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         graph = _torch.live_graph()
-        last = next(reversed(graph.nodes))
+        last = next(iter(reversed(graph.nodes)))
         result = super().run_node(n)
         stack = list((n.meta.get("nn_module_stack") or {}).values())
         path = _path(stack[-1][0]).partition(".")[2] if stack else ""

@@ -65,7 +65,7 @@ class Modules:
     def _wrap(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
             graph = _torch.live_graph()
-            last = next(reversed(graph.nodes))
+            last = next(iter(reversed(graph.nodes)))
             try:
                 result = forward(*args, **kwargs)
             except Exception:
@@ -85,7 +85,7 @@ class Modules:
             template = self.known.get(key)
             if template is not None:
                 return self._copy(template, path, inputs, leaves)
-            last = next(reversed(_torch.live_graph().nodes))
+            last = next(iter(reversed(_torch.live_graph().nodes)))
             result = traced(*args, **kwargs)
             self.known[key] = self._remember(path, inputs, result, last)
             return result

@@ -95,9 +95,12 @@ def engram_gather(table: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, 
     Only the named rows are read; a row number outside the table gives zeros.
     """
     inside = (rows >= 0) & (rows < table.shape[0])
-    at = torch.where(inside, rows, 0).flatten()
-    values = table.view(torch.uint8).index_select(0, at).view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
-    rows_out = (values * decode_ue8m0(scale.index_select(0, at)).unsqueeze(-1)).view(*rows.shape, table.shape[1])
+    # A table stays in host memory whatever the device; only what was read travels.
+    at = torch.where(inside, rows, 0).flatten().to(table.device)
+    codes = table.view(torch.uint8).index_select(0, at).to(rows.device)
+    exponents = scale.index_select(0, at).to(rows.device)
+    values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32)) * decode_ue8m0(exponents).unsqueeze(-1)
+    rows_out = values.view(*rows.shape, table.shape[1])
     return torch.where(inside.unsqueeze(-1), rows_out, 0.0).flatten(1).to(dtype)
 
 
