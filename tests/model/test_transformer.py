@@ -124,8 +124,9 @@ def test_a_later_token_changes_nothing_before_it(model_of: Models) -> None:
     ids = prompts(1, 48, 512)
     changed = [[*ids[0][:30], 7, *ids[0][31:]]]
     a, b = chunked(model, ids, []), chunked(model, changed, [])
-    assert torch.equal(a[:, :30], b[:, :30])
-    assert not torch.equal(a[:, 30:], b[:, 30:])
+    # An expert's product may sum differently when it gets another number of rows.
+    torch.testing.assert_close(a[:, :30], b[:, :30], atol=1e-5, rtol=0)
+    assert (a[:, 30:] - b[:, 30:]).abs().amax(-1).min() > 1e-3
 
 
 def poison(seq: Sequences) -> None:
