@@ -28,7 +28,8 @@ class StepRequest:
     write_from     positions below keep the cached global entries (a prefix hit's length); their slot is -1
     window_floor   first position that a window may read (a replay start)
     keep           rows that the layers after the cut run on: the last `keep`; None: all
-    late_floor     window floor after the cut; default: window_floor, or the first kept position if rows are trimmed
+    late_floor     window floor after the cut; default: window_floor, or the first kept position if rows are trimmed.
+                   Give it where an earlier chunk kept fewer rows than a window reaches back
     logits         rows whose logits are wanted: the last one, all kept ones, or none
     """
 
@@ -116,6 +117,7 @@ class StepBatch:
             lookbacks.append(before + [-1] * (c.lookback - len(before)))
             tables.append([int(p) for p in r.pages])
 
+        _check_owners(requests, row["token_slot"])
         T, K, R = len(row["token_ids"]), len(row["kept_rows"]), len(requests)
         P = max(1, *(len(t) for t in tables))
         sizes = (("rows", rows, T), ("slots", slots, R), ("pages", pages, P), ("kept", kept, K))
@@ -149,15 +151,18 @@ class StepBatch:
         """A small legal step whose T, K, R, P and L are all different and above 1: what capture traces with."""
         page = layout.page_size
         requests = [
-            StepRequest(token_ids=[3] * (2 * page + 1 + i), start=2 * page - 3 * i, pages=[1, 2, 3], ring=1 + i)
-            for i in range(2)
+            StepRequest(token_ids=[3] * (2 * page + 1), start=2 * page, pages=[1, 2, 3], ring=1),
+            StepRequest(token_ids=[3] * 5, pages=[4], ring=2),
         ]
-        requests[1] = StepRequest(token_ids=[3] * 5, start=0, pages=[4], ring=2)
         return cls.of(requests, layout, rows=11, slots=5, pages=4, kept=13, device=device)
 
-    def untrimmed(self) -> bool:
-        """Whether every row passes the cut, in order (reads data; not for captured code)."""
-        return torch.equal(self.kept_rows, torch.arange(self.token_ids.shape[0], device=self.kept_rows.device))
+    def require_untrimmed(self) -> None:
+        """Raise BatchError if a request keeps fewer rows than it has (reads data; not for captured code)."""
+        if not torch.equal(self.late_chunk_start, self.chunk_start):
+            raise BatchError(
+                "this step keeps only some of its rows, and what runs it runs every layer on every row; "
+                "leave StepRequest.keep at None, or run Transformer.replay"
+            )
 
 
 _PER_REQUEST = (
@@ -199,7 +204,8 @@ def _check(r: StepRequest, number: int, layout: CacheLayout) -> None:
         raise BatchError(f"{where}: start = {r.start} leaves no row of its {end} tokens")
     if end > c.max_position_embeddings:
         raise BatchError(f"{where}: {end} tokens exceed max_position_embeddings = {c.max_position_embeddings}")
-    bad = next((int(i) for i in r.token_ids if not 0 <= int(i) < c.vocab_size), None)
+    used = r.token_ids[max(0, r.start - c.lookback) :]
+    bad = next((int(i) for i in used if not 0 <= int(i) < c.vocab_size), None)
     if bad is not None:
         raise BatchError(f"{where}: token id {bad} is outside the vocabulary of {c.vocab_size}")
     needed = -(-end // layout.page_size)
@@ -211,3 +217,22 @@ def _check(r: StepRequest, number: int, layout: CacheLayout) -> None:
         raise BatchError(f"{where}: ring 0 is the null ring and cannot be used")
     if not 0 <= r.window_floor <= r.start or (r.keep is not None and r.keep < 1):
         raise BatchError(f"{where}: window_floor = {r.window_floor} and keep = {r.keep} do not fit start = {r.start}")
+    if r.logits not in ("last", "all", "none"):
+        raise BatchError(f"{where}: logits = {r.logits!r}; choose last, all or none")
+    first_kept = r.start if r.keep is None else max(r.start, end - r.keep)
+    lowest = r.window_floor if first_kept == r.start else first_kept
+    if r.late_floor is not None and not lowest <= r.late_floor <= first_kept:
+        raise BatchError(
+            f"{where}: late_floor = {r.late_floor} is outside {lowest}..{first_kept}: the layers after the cut have "
+            f"nothing below {lowest}, and row {first_kept} must see itself"
+        )
+
+
+def _check_owners(requests: Sequence[StepRequest], slots: Sequence[int]) -> None:
+    rings = [r.ring for r in requests]
+    twice = next((ring for ring in rings if rings.count(ring) > 1), None)
+    if twice is not None:
+        raise BatchError(f"ring {twice} is given to two requests of one step; a ring belongs to one request")
+    written = [s for s in slots if s >= 0]
+    if len(set(written)) != len(written):
+        raise BatchError("two rows of one step write the same slot; a page that is written belongs to one request")

@@ -112,6 +112,8 @@ class CacheLayout:
             raise ConfigError(f"packed stores hold quantised records; numerics {numerics.describe()} has kv_quant off")
         if not quantised and kv_format in ("nvfp4", "fp8"):
             raise ConfigError(f"kv_format = {kv_format!r} needs kv_quant; numerics {numerics.describe()} has it off")
+        if kv_format == "bf16" and numerics.compute != "bfloat16":
+            raise ConfigError(f"kv_format = 'bf16', but numerics {numerics.describe()} computes in fp32; use auto")
         latent = {"auto": "nvfp4", "bf16": "none"}.get(kv_format, kv_format) if quantised else "none"
         packed = store == "packed"
         kinds = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from .config import ModelConfig
+from .contents import check_contents
 from .errors import CheckpointError
 from .formats import NAN_BYTE, decode_fp4, decode_fp8, decode_rows, encode_rows, exact_bytes
-from .layout import check_layout
 from .numerics import Numerics
 from .shards import Extent, find_tensors, read_header
 from .storage import aligned_empty, map_tensor, one_thread, read_tensor
@@ -55,7 +55,7 @@ class Checkpoint:
         if config is None:
             config = ModelConfig.from_file(directory / CONFIG_NAME)
         table = tensor_table(config, plain=plain)
-        kept = check_layout(table, extents, path)
+        kept = check_contents(table, extents, path)
         skipped = tuple(n for n in extents if n not in kept)
         return cls(directory=directory, config=config, table=table, extents=kept, skipped=skipped)
 
@@ -85,7 +85,7 @@ class Checkpoint:
             self._check_exact(spec.scale_name, values)
         return values
 
-    def table_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def mapped_table(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes float8_e4m3fn [rows, dim] and scales uint8 [rows, dim/32] of an Engram table.
 
         Memory-mapped and read-only; bytes are read when rows are gathered, hence not searched for NaN. A table of the
@@ -132,11 +132,14 @@ def load_checkpoint(
     token_map   integers [vocab_size], instead of the directory's token map or tokenizer
     plain       the checkpoint is multiplied out: every scaled weight BF16, no scales
 
-    Engram tables stay memory-mapped on the host, whatever the device. Everything that can be known from headers and
+    Parameters come without gradients; `requires_grad_(True)` is the caller's to ask for. Engram tables stay
+    memory-mapped on the host, whatever the device. Everything that can be known from headers and
     the token map is checked before the first large allocation. Raises CheckpointError or ConfigError.
     """
     checkpoint = Checkpoint.open(path, config=config, plain=plain)
     config = checkpoint.config
+    if token_map is not None and not config.engram_layer_ids:
+        raise CheckpointError(f"{path}: a token_map was given, but the config has no engram_layer_ids to use it")
     if token_map is not None:
         token_map = check_token_map(token_map, config, "token_map")
     elif config.engram_layer_ids:
@@ -146,7 +149,7 @@ def load_checkpoint(
     model = Transformer(config, numerics, device="meta", weight_dtype=weight_dtype)
     with one_thread():
         _fill(model, checkpoint, token_map, device, progress)
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def _fill(
@@ -165,7 +168,7 @@ def _fill(
     for spec in checkpoint.weights():
         target = str(spec.target)
         if spec.kind == "table":
-            filled[target], filled[target.removesuffix("weight") + "scale"] = checkpoint.table_rows(spec.name)
+            filled[target], filled[target.removesuffix("weight") + "scale"] = checkpoint.mapped_table(spec.name)
             continue
         if target not in filled:
             filled[target] = aligned_empty(homes[target].shape, homes[target].dtype, device)

@@ -187,10 +187,6 @@ class ModelConfig:
         """The layer whose compressed entries `layer` reads (ratio > 0 only)."""
         return max(s for s in self.kv_source_layer_ids if s <= layer)
 
-    def index_source(self, layer: int) -> int:
-        """The layer whose selection `layer` uses (ratio > 0 only)."""
-        return max(s for s in self.index_source_layer_ids if s <= layer)
-
 
 def preset_json(name: str) -> dict[str, Any]:
     """The shipped config file `name` as parsed JSON."""
@@ -346,11 +342,15 @@ def check_invariants(c: ModelConfig) -> None:
         f"engram_max_ngram_size = {c.engram_max_ngram_size}, expected at least 2",
     )
     if c.engram_layer_ids:
+        need(
+            c.engram_vocab_size <= 2**32,
+            f"engram_vocab_size = {c.engram_vocab_size} is too large; bucket primes are searched up to 2^32",
+        )
         buckets = ngram_buckets(len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size)
         need(
-            c.engram_num_embeddings == buckets.table_rows(),
+            c.engram_num_embeddings == buckets.rows(),
             f"engram_num_embeddings is {list(c.engram_num_embeddings)}; the bucket primes above engram_vocab_size = "
-            f"{c.engram_vocab_size} sum to {list(buckets.table_rows())}",
+            f"{c.engram_vocab_size} sum to {list(buckets.rows())}",
         )
     need(c.hc_mult >= 2, f"hc_mult = {c.hc_mult}, expected at least 2")
     need(

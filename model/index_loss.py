@@ -34,7 +34,7 @@ def attention_over_entries(
 def index_loss(
     scores: torch.Tensor, q: torch.Tensor, latent: torch.Tensor, form: RecordFormat, rows: Rows
 ) -> torch.Tensor:
-    """Mean over rows of KL(attention || softmax(scores)), a scalar; the attention side is detached.
+    """Mean over valid rows of KL(attention || softmax(scores)), a scalar; the attention side is detached.
 
     scores fp32 [T, n], -inf where an entry is invisible or filtered out. Rows without any entry count as 0.
     """
@@ -43,4 +43,4 @@ def index_loss(
     some = ~torch.isneginf(scores).all(-1, keepdim=True)
     log_probability = torch.log_softmax(torch.where(some, scores, 0.0), dim=-1)
     terms = torch.xlogy(target, target) - target * torch.where(target > 0, log_probability, 0.0)
-    return terms.sum(-1).mean()
+    return terms.sum() / rows.valid.sum().clamp(min=1)

@@ -20,7 +20,7 @@ class NgramBuckets:
     primes: tuple[tuple[int, ...], ...]
     offsets: tuple[tuple[int, ...], ...]
 
-    def table_rows(self) -> tuple[int, ...]:
+    def rows(self) -> tuple[int, ...]:
         """Rows of each layer's table: the sum of its primes."""
         return tuple(sum(p) for p in self.primes)
 

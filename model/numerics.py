@@ -26,6 +26,12 @@ class Numerics:
     act_quant: bool
     gemm_accumulate: Literal["float32", "float64"] = "float32"
 
+    def __post_init__(self) -> None:
+        if self.compute not in ("float32", "bfloat16"):
+            raise ConfigError(f"compute dtype {self.compute!r} is unknown; choose float32 or bfloat16")
+        if self.gemm_accumulate not in ("float32", "float64"):
+            raise ConfigError(f"gemm_accumulate {self.gemm_accumulate!r} is unknown; choose float32 or float64")
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations."""
@@ -40,9 +46,14 @@ class Numerics:
             if value not in PRESETS:
                 raise ConfigError(f"numerics {value!r} is unknown; choose one of {', '.join(PRESETS)}")
             return PRESETS[value]
-        parts = tuple(value)
+        parts = tuple(value) if isinstance(value, Sequence) else ()
         names = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-        if len(parts) == 3 and parts[0] in names and all(isinstance(p, bool) for p in parts[1:]):
+        if (
+            len(parts) == 3
+            and isinstance(parts[0], str)
+            and parts[0] in names
+            and all(isinstance(p, bool) for p in parts[1:])
+        ):
             return cls(compute=names[str(parts[0])], kv_quant=bool(parts[1]), act_quant=bool(parts[2]))  # type: ignore[arg-type]
         raise ConfigError(f"numerics {value!r} is neither a preset nor (compute dtype, kv_quant, act_quant)")
 

@@ -124,6 +124,7 @@ def pack_fp8(x: torch.Tensor) -> torch.Tensor:
 def pack_mxfp4(x: torch.Tensor) -> torch.Tensor:
     """[..., d] to uint8 [..., d/2 + d/32]: nibble pairs, then UE8M0 scales."""
     v, e = _mxfp4_parts(x)
+    e = torch.where(torch.isnan(v).any(-1, keepdim=True), 255, e)  # E2M1 has no NaN, its scale byte has
     return torch.cat((pack_nibbles(encode_e2m1(v.flatten(-2))), e.to(torch.uint8).squeeze(-1)), dim=-1)
 
 

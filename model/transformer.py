@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .attention import Kind, LayerStore, Selection, Taps
 from .batch import StepBatch
@@ -23,6 +24,7 @@ from .block import Block
 from .cache import CacheLayout, Caches
 from .config import ModelConfig
 from .engram import NgramHash
+from .errors import BatchError, ConfigError
 from .layers import Embedding, Linear, RMSNorm, quantize_input
 from .numerics import Numerics
 from .ops.rows import trim_rows
@@ -56,6 +58,11 @@ class Transformer(nn.Module):
     Weights of products are fp32 on a CPU, where they are multiplied in fp32, and in the compute dtype on a GPU; both
     hold the exact decoded values. Built uninitialised except for constants, which are real even on the meta device;
     `precede.model.checkpoint` fills the rest.
+
+    layout         stores that forward reads and writes; default: pages of 128 tokens, values
+    weight_dtype   dtype of the matrices of products
+    world          ranks of a tensor-parallel group; above 1 the output products are summed over it, and whoever fills
+                   the weights gives each rank its share
     """
 
     plain_frequencies: torch.Tensor
@@ -94,13 +101,17 @@ class Transformer(nn.Module):
             self.register_buffer(name, frequencies(config, yarn=yarn).to(constants), persistent=False)
 
     def forward(self, batch: StepBatch, caches: Caches, taps: dict[str, Any] | None = None) -> torch.Tensor:
-        """Logits fp32 [L, vocab] of the batch's logit rows; all caches written.
+        """Logits fp32 [L, vocab] of the batch's logit rows; all caches written in place.
 
-        Every layer runs on every row, so the batch must keep all rows. `taps`, if given, is filled with intermediate
-        values per layer: `layers.i.` and streams_in, attn_out, streams_mid, ffn_out, streams_out, pre, router_ids,
-        router_weights; engram_rows where there is a memory; selected, index_scores and candidates at index sources, and
-        index_loss there while training.
+        While training (gradients on, a parameter that wants one) the caller's caches stay as they are. Every layer runs
+        on every row; raises BatchError for a batch that keeps fewer, or caches of another layout.
+
+        `taps`, if given, is filled with intermediate values per layer: `layers.i.` and streams_in (after the n-gram
+        memory), attn_out, streams_mid, ffn_out, streams_out, pre, router_ids, router_weights; engram_rows where there
+        is a memory; selected, index_scores and candidates at index sources, and index_loss there while training.
         """
+        if type(batch.kept_rows) is torch.Tensor and not torch.compiler.is_compiling():
+            batch.require_untrimmed()
         early = self.rows(batch)
         late = self.rows(batch, late=True)
         streams, pre, stores = self.start(batch, caches)
@@ -127,6 +138,13 @@ class Transformer(nn.Module):
         "cut+1" on all of them; both give the same result up to the order of sums.
         """
         cut, kept = self.config.cut, batch.kept_rows
+        if late_start not in ("cut", "cut+1"):
+            raise BatchError(f"late_start = {late_start!r}; choose cut or cut+1")
+        if any(layer > cut for layer in self.config.engram_layer_ids):
+            raise BatchError(
+                f"engram_layer_ids {list(self.config.engram_layer_ids)} reach past the cut at layer {cut}; "
+                "such a model has no bounded replay, run forward"
+            )
         early = self.rows(batch)
         late = self.rows(batch, late=True, kept=kept)
         streams, pre, stores = self.start(batch, caches)
@@ -163,7 +181,16 @@ class Transformer(nn.Module):
         return self.finish(streams, pre, batch.logit_rows)
 
     def set_layout(self, layout: CacheLayout) -> None:
-        """Read and write stores of another page size or format from now on."""
+        """Read and write stores of another page size or format from now on.
+
+        Raises ConfigError for a layout of another config or other numerics.
+        """
+        if (layout.config, layout.numerics) != (self.config, self.numerics):
+            raise ConfigError(
+                f"the layout is for {layout.numerics.describe()} of {layout.config.num_hidden_layers} layers, this "
+                f"model computes in {self.numerics.describe()} in {self.config.num_hidden_layers}; "
+                "make it with CacheLayout.of(model.config, model.numerics, ...)"
+            )
         self.layout = layout
         for block in self._blocks():
             block.layout = block.attn.layout = layout
@@ -224,6 +251,8 @@ class Transformer(nn.Module):
 
     def _stores(self, caches: Caches) -> list[LayerStore]:
         self.layout.check(caches)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            caches = pytree.tree_map(torch.clone, caches)
         sources, groups = self.layout.kv_sources, self.layout.group_sources
         stores = [LayerStore(window) for window in caches.window]
         for j, layer in enumerate(sources):

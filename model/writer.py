@@ -20,9 +20,9 @@ import torch
 
 from .checkpoint import CONFIG_NAME
 from .config import ModelConfig
+from .contents import check_contents
 from .errors import CheckpointError
 from .formats import encode_fp4, encode_fp8, encode_rows
-from .layout import check_layout
 from .shards import INDEX_NAME, Extent
 from .storage import one_thread
 from .table import TensorSpec, tensor_table
@@ -66,7 +66,7 @@ def write_checkpoint(
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         with one_thread():
             extents = _write_shards(temporary, tensors, shard_bytes)
-        check_layout(table, extents, directory)
+        check_contents(table, extents, directory)
         _write_index(temporary, extents)
         (temporary / CONFIG_NAME).write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
         for name, content in (files or {}).items():

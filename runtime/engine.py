@@ -34,7 +34,8 @@ class Engine:
         self.step = step
 
     def __call__(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
-        """One step. Raises EngineMismatch if caches or batch do not fit the program."""
+        """One step. Raises EngineMismatch if caches or batch do not fit the program, BatchError if it trims rows."""
+        batch.require_untrimmed()
         return self.step(caches, batch)
 
     def allocate(self, *, pages: int, rings: int) -> Caches:

@@ -18,7 +18,9 @@ def sparse_attention(
     k = keys.to(acc)
     z = torch.matmul(q.to(acc), k.transpose(1, 2)).float() * scale
     z = torch.where(valid.unsqueeze(1), z, float("-inf"))
-    m = z.amax(-1, keepdim=True).clamp(min=-1e30)
+    m = z.amax(-1, keepdim=True)
+    # A row without keys must stay finite, also in the sink's gradient; elsewhere a sums to at least 1.
+    m = torch.where(torch.isneginf(m), 0.0, m)
     a = torch.exp(z - m)
-    denominator = a.sum(-1, keepdim=True) + torch.exp(sink.unsqueeze(-1) - m)
+    denominator = (a.sum(-1, keepdim=True) + torch.exp(sink.unsqueeze(-1) - m)).clamp(min=1e-30)
     return (torch.matmul(a.to(q.dtype).to(acc), k).float() / denominator).to(q.dtype)

@@ -35,8 +35,11 @@ def linear_reference(
 ) -> torch.Tensor:
     """round(x @ weight.T); on a GPU a bf16 product runs as one, where fp32 accumulation is the hardware's."""
     out_dtype = out_dtype or x.dtype
-    if x.is_cuda and not wide and x.dtype == weight.dtype == out_dtype == torch.bfloat16:
-        return F.linear(x, weight)
+    if x.is_cuda and not wide and x.dtype == weight.dtype == torch.bfloat16:
+        if out_dtype == torch.float32:
+            rows = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
+            return rows.unflatten(0, x.shape[:-1])
+        return F.linear(x, weight).to(out_dtype)
     return product(x, weight, wide).to(out_dtype)
 
 

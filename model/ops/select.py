@@ -43,8 +43,9 @@ def top_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
 def select_blocks(scores: torch.Tensor, visible: torch.Tensor, block: int, k: int) -> torch.Tensor:
     """The k blocks with the best entry: scores fp32 [T, n], visible int64 [T] to ascending block ids [T, k], -1 last.
 
-    The block that holds the newest visible entry is always kept.
+    The block that holds the newest visible entry is always kept; a NaN entry counts as none.
     """
+    scores = torch.where(torch.isnan(scores), NEG_INF, scores)
     number = torch.arange((scores.shape[1] + block - 1) // block, device=scores.device)
     # Gathered by index: a view of blocks would ask whether a symbolic width is a multiple of the block.
     columns = (number * block).unsqueeze(1) + torch.arange(block, device=scores.device)

@@ -101,7 +101,10 @@ class CompiledModel:
         self._model = model
 
     def __call__(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
-        """One step. Raises EngineMismatch if caches or batch do not fit, CompileError without weights."""
+        """One step. Raises EngineMismatch if caches or batch do not fit, BatchError if the batch trims rows,
+        CompileError without weights.
+        """
+        batch.require_untrimmed()
         return self.step(caches, batch)
 
     @cached_property

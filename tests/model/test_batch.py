@@ -41,7 +41,8 @@ def test_worked_step() -> None:
     assert b.length.tolist() == [1000, 300, 700]
     assert b.logit_rows.tolist() == [0, 128]
     assert b.lookback_ids.tolist() == [[998, 997, 996], [127, 126, 125], [-1, -1, -1]]
-    assert not b.untrimmed()
+    with pytest.raises(BatchError, match="keeps only some"):
+        b.require_untrimmed()
 
 
 def test_padding_writes_nothing_and_belongs_to_request_0() -> None:
@@ -56,7 +57,7 @@ def test_padding_writes_nothing_and_belongs_to_request_0() -> None:
 def test_a_later_short_chunk_is_whole_and_reads_the_ring() -> None:
     r = StepRequest(token_ids=range(400), start=300, pages=range(1, 5), ring=1, keep=128)
     b = StepBatch.of([r], PUBLISHED)
-    assert b.untrimmed()
+    b.require_untrimmed()
     assert b.late_window_floor.tolist() == [0]
 
 
@@ -86,6 +87,9 @@ def test_example_names_every_size_differently() -> None:
         ({"ring": 0}, "null ring"),
         ({"window_floor": 1}, "window_floor"),
         ({"keep": 0}, "keep"),
+        ({"logits": "first"}, "logits"),
+        ({"late_floor": 1}, "late_floor"),
+        ({"keep": 1, "late_floor": 0}, "late_floor"),
     ],
 )
 def test_refusals(fields: dict[str, object], message: str) -> None:
@@ -97,6 +101,27 @@ def test_refusals(fields: dict[str, object], message: str) -> None:
 def test_a_padded_size_that_is_too_small(name: str, value: int) -> None:
     with pytest.raises(BatchError, match=f"{name} = {value} is too small"):
         StepBatch.of([StepRequest(token_ids=[1, 2, 3], pages=[1])], NANO, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"pages": [2], "ring": 1}, "ring 1 is given to two requests"),
+        ({"pages": [1], "ring": 2}, "write the same slot"),
+    ],
+)
+def test_what_two_requests_may_not_share(second: dict[str, object], message: str) -> None:
+    first = StepRequest(token_ids=[1, 2, 3], pages=[1], ring=1)
+    with pytest.raises(BatchError, match=message):
+        StepBatch.of([first, StepRequest(token_ids=[4, 5], **second)], NANO)  # type: ignore[arg-type]
+
+
+def test_a_cached_page_may_be_shared() -> None:
+    requests = [
+        StepRequest(token_ids=[1] * 18, start=17, pages=[1, 2], ring=1),
+        StepRequest(token_ids=[1] * 18, start=17, pages=[1, 3], ring=2),
+    ]
+    assert StepBatch.of(requests, NANO).token_slot.tolist() == [33, 49]
 
 
 def test_an_empty_step_is_refused() -> None:

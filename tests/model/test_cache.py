@@ -51,6 +51,7 @@ def test_values_take_the_compute_dtype() -> None:
         ({"kv_format": "int8"}, "kv_format"),
         ({"numerics": "exact32", "store": "packed"}, "packed"),
         ({"numerics": "exact32", "kv_format": "nvfp4"}, "kv_quant"),
+        ({"numerics": ("fp32", True, False), "kv_format": "bf16"}, "computes in fp32"),
     ],
 )
 def test_refusals(fields: dict[str, object], message: str) -> None:

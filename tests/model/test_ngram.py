@@ -39,7 +39,7 @@ def test_published_primes() -> None:
     second = [477, 487, 499, 507, 511, 573, 609, 627, 667, 669, 693, 697, 711, 729, 759, 769]
     second += [781, 799, 813, 819, 841, 877, 879, 889]
     assert PUBLISHED.primes == (tuple(base + p for p in first), tuple(base + p for p in second))
-    assert PUBLISHED.table_rows() == (384006168, 384016682)
+    assert PUBLISHED.rows() == (384006168, 384016682)
     assert ngram_buckets(2, 4, 2, 64).primes == ((67, 71, 73, 79, 83, 89), (97, 101, 103, 107, 109, 113))
 
 

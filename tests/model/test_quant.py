@@ -114,6 +114,16 @@ def test_zeros_infinities_and_nan_do_not_trap(kind: str) -> None:
     PACK[kind](x)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_survives_packing(kind: str) -> None:
+    x = torch.ones(2, 64)
+    x[1, 5] = float("nan")
+    read = UNPACK[kind](PACK[kind](x), torch.float32)
+    assert bool(read[1, 5].isnan())
+    assert bool(read[0].isfinite().all())
+    assert bool(read[1, 32:].isfinite().all())
+
+
 def test_zero_bytes_are_a_record_of_zeros() -> None:
     for kind, width in (("fp8", 33), ("mxfp4", 17), ("nvfp4", 9)):
         assert not UNPACK[kind](torch.zeros(2, width, dtype=torch.uint8), torch.float32).any()

@@ -53,6 +53,11 @@ def test_blocks_by_best_entry_with_the_newest_pinned() -> None:
     assert select_blocks(scores, torch.tensor([0, 0]), 3, 2)[1].tolist() == [0, -1]
 
 
+def test_a_nan_entry_does_not_drop_its_block() -> None:
+    scores = torch.tensor([[NAN, 9.0, 1.0, 1.0, 2.0, 2.0, 0.0, 0.0]])
+    assert select_blocks(scores, torch.tensor([8]), 2, 2).tolist() == [[0, 3]]
+
+
 def test_nothing_visible_selects_nothing() -> None:
     scores = torch.full((1, 6), -INF)
     assert select_blocks(scores, torch.tensor([0]), 4, 3).tolist() == [[-1, -1, -1]]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from precede.model.cache import CacheLayout
+from precede.model.batch import StepBatch, StepRequest
+from precede.model.cache import CacheLayout, allocate
 from precede.model.checkpoint import load_checkpoint
 from precede.model.errors import PrecedeError
 from precede.model.transformer import Transformer
@@ -46,6 +47,29 @@ def test_the_callers_caches_stay_untouched_while_training(checkpoint_of: Callabl
     seq = Sequences(model, layout, [[5] * 20])
     seq.step(0, 20)
     assert not any(bool(t.any()) for t in (*seq.caches.window, *seq.caches.latent, *seq.caches.index_key))
+
+
+def test_a_partly_frozen_model_leaves_the_callers_caches_too(checkpoint_of: Callable[[str], Path]) -> None:
+    model = load_checkpoint(checkpoint_of("nano"), "exact32")
+    assert not any(p.requires_grad for p in model.parameters()), "inference is what a loaded model is for"
+    model.get_parameter("layers.6.attn.wkv.weight").requires_grad_(True)
+    seq = Sequences(model, model.layout, [[5] * 20])
+    seq.step(0, 20)
+    assert not any(bool(t.any()) for t in (*seq.caches.window, *seq.caches.latent, *seq.caches.index_key))
+
+
+def test_padding_rows_give_no_gradient(checkpoint_of: Callable[[str], Path]) -> None:
+    """A row that attends to nothing must not spoil the sinks."""
+    model = load_checkpoint(checkpoint_of("nano"), "exact32").requires_grad_(True)
+    request = StepRequest(token_ids=list(range(3, 23)), pages=[1], ring=1, logits="all")
+    grads = []
+    for rows in (20, 23):
+        model.zero_grad()
+        logits = model(StepBatch.of([request], model.layout, rows=rows), allocate(model.layout, pages=2, rings=2))
+        logits.square().mean().backward()
+        grads.append([model.get_parameter(f"layers.{i}.attn.attn_sink").grad for i in range(10)])
+    for plain, padded in zip(*grads, strict=True):
+        torch.testing.assert_close(padded, plain)
 
 
 def test_indexers_learn_from_their_own_loss(checkpoint_of: Callable[[str], Path]) -> None:

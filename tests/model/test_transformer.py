@@ -12,7 +12,7 @@ import torch
 
 from precede.model.batch import StepBatch, StepRequest
 from precede.model.cache import CacheLayout, allocate
-from precede.model.errors import BatchError
+from precede.model.errors import BatchError, ConfigError
 from precede.model.numerics import PRESETS, Numerics
 from precede.model.transformer import Transformer, layer_kind
 
@@ -247,6 +247,29 @@ def test_parameter_count(model_of: Models) -> None:
     model = model_of("nano")
     tables = sum(n * 32 for n in model.config.engram_num_embeddings)
     assert sum(p.numel() for p in model.parameters()) + tables == 1_250_020
+
+
+def test_a_trimmed_batch_is_for_replay(model_of: Models) -> None:
+    model = model_of("nano")
+    with pytest.raises(BatchError, match="keeps only some of its rows"):
+        sequences(model, prompts(1, 20, 512)).step(0, 20, keep=8)
+
+
+def test_a_layout_of_other_numerics_is_refused(model_of: Models) -> None:
+    model = model_of("nano")
+    with pytest.raises(ConfigError, match="the layout is for native"):
+        model.set_layout(CacheLayout.of(model.config, "native"))
+
+
+@pytest.mark.parametrize("value", ["exact", ("fp16", True, True), ("fp32", 1, 0), [["a"], True, True], None])
+def test_unknown_numerics(value: Any) -> None:
+    with pytest.raises(ConfigError, match="numerics"):
+        Numerics.of(value)
+
+
+def test_an_unknown_compute_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float16"):
+        Numerics(compute="float16", kv_quant=False, act_quant=False)  # type: ignore[arg-type]
 
 
 def test_numerics_names() -> None:

@@ -35,7 +35,7 @@ class Successor:
 
     def __call__(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
         self.batches.append(batch)
-        assert batch.untrimmed()
+        batch.require_untrimmed()
         assert sorted(set(batch.ring.tolist())) == sorted(batch.ring.tolist())
         assert 0 < int(batch.ring.min()) <= int(batch.ring.max()) < self.rings
         for row, request in enumerate(batch.request_of_row.tolist()):

@@ -10,7 +10,7 @@ from .shards import Extent
 from .table import SKIPPED_PREFIXES, TensorSpec
 
 
-def check_layout(table: Mapping[str, TensorSpec], extents: Mapping[str, Extent], where: Path) -> dict[str, Extent]:
+def check_contents(table: Mapping[str, TensorSpec], extents: Mapping[str, Extent], where: Path) -> dict[str, Extent]:
     """The stored tensors that the model uses: all of `extents` but those under a skipped prefix.
 
     Raises CheckpointError for the first name, dtype or shape that differs from `table`, and says how many there are;
