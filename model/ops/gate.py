@@ -40,7 +40,7 @@ def _inputs(g: torch.Generator) -> tuple[object, ...]:
     return x, weight, bias, bias_vl, torch.rand(9, generator=g) < 0.3, 4, 1.5
 
 
-@op(
+op(
     "mega_gate(Tensor x, Tensor weight, Tensor bias, Tensor bias_vl, Tensor image, int topk, float scale)"
     " -> (Tensor weights, Tensor ids)",
     fake=lambda x, weight, bias, bias_vl, image, topk, scale: (
@@ -49,15 +49,4 @@ def _inputs(g: torch.Generator) -> tuple[object, ...]:
     ),
     inputs=_inputs,
     tolerance=1e-5,
-)
-def mega_gate_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    bias_vl: torch.Tensor,
-    image: torch.Tensor,
-    topk: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`route` in one op; bit-equal to it on the reference backend."""
-    return route(x, weight, bias, bias_vl, image, topk, scale)
+)(route)
