@@ -200,6 +200,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes draws repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.", metavar="TEXT")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of sequence.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; small models are quickest with one.")] = 1,
     checkpoint: CheckpointDir = None,
     profile: Annotated[bool, typer.Option("--profile", help="Also print where a decode step's time goes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -213,6 +214,7 @@ def generate(
         prompts=[*(prompt or []), *map(parse_ids, token_ids or [])],
         as_json=as_json,
         profile=profile,
+        threads=threads,
         params={
             "max_tokens": max_tokens,
             "temperature": temperature,

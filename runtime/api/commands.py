@@ -127,6 +127,7 @@ def generate_command(
     prompts: Sequence[Prompt],
     as_json: bool,
     profile: bool,
+    threads: int,
     params: Mapping[str, Any],
 ) -> None:
     """Load an engine, generate from one batch, print texts and times."""
@@ -135,8 +136,12 @@ def generate_command(
     sampling = SamplingParams(**params)
     if not prompts:
         raise UsageError("give at least one --prompt TEXT or --token-ids IDS")
+    import torch
+
     from precede.runtime.engine import load_engine
     from precede.runtime.llm import LLM, Step
+
+    torch.set_num_threads(threads)
 
     with progress_bar(f"loading {engine}") as advance:
         loaded = load_engine(engine, checkpoint=checkpoint, progress=advance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -17,8 +16,6 @@ PRESET = "nano"
 PROMPTS = ("The quick brown fox", "Compile precedes serve")
 TOKENS = 16
 STEPS = 5
-# The preset's products are too small to share; threads that wait for each other on a busy machine cost far more.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class DemoError(PrecedeError):
@@ -61,7 +58,7 @@ def run_demo(folder: Path) -> None:
         command += [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         command += ["--max-tokens", str(TOKENS), "--temperature", "0", "--ignore-eos"]
         sys.stdout.flush()
-        code = subprocess.run(command, check=False, env={**os.environ, **ONE_THREAD}).returncode
+        code = subprocess.run(command, check=False).returncode
         if code != 0:
             raise DemoError(f"generating from {engine} ended with exit code {code}; run `{' '.join(command[1:5])} ...`")
 
