@@ -28,7 +28,7 @@ from precede.model.numerics import Numerics
 from precede.model.shards import INDEX_NAME, find_tensors
 
 from .errors import BundleError
-from .files import appearing, checked_path, copy_synced, sha256_file, sha256_head, write_synced
+from .files import appearing, checked_path, copy_synced, sha256_file, write_synced
 from .manifest import (
     MANIFEST_NAME,
     CacheEntry,
@@ -205,10 +205,7 @@ def _checkpoint_files(checkpoint: Path) -> list[Path]:
 
 def _checkpoint_entry(source: Path, folder: Path, path: Path) -> CheckpointEntry:
     inside = source.is_relative_to(folder)
-    files = [
-        CheckpointFile(name=file.name, size=file.stat().st_size, sha256=sha256_head(file))
-        for file in _checkpoint_files(source)
-    ]
+    files = [CheckpointFile.of(file) for file in _checkpoint_files(source)]
     if inside:
         return CheckpointEntry(inside=True, path=WEIGHTS_FOLDER, relative=None, files=files)
     absolute = os.path.realpath(source)

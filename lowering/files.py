@@ -10,10 +10,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from .errors import BundleError
 
 _CHUNK = 1 << 20
+_BLOCK, _BLOCKS = 1 << 16, 64
 
 
 def checked_path(root: Path, name: str) -> Path:
@@ -28,22 +30,54 @@ def checked_path(root: Path, name: str) -> Path:
 
 
 def sha256_file(path: Path) -> str:
-    """Digest of a file's contents."""
+    """Digest of a file's contents. Raises BundleError for a file that cannot be read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    for chunk in _chunks(path):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
 def sha256_head(path: Path) -> str:
-    """Digest of a safetensors file's header (names, dtypes, shapes, offsets), of the whole of any other file."""
+    """Digest of a safetensors file's header (names, dtypes, shapes, offsets), of the whole of any other file.
+
+    Raises BundleError for a file that cannot be read.
+    """
     if path.suffix != ".safetensors":
         return sha256_file(path)
-    with path.open("rb") as file:
+    with _reading(path) as file:
         length = file.read(8)
         header = file.read(min(struct.unpack("<Q", length)[0], 100_000_000)) if len(length) == 8 else b""
     return hashlib.sha256(length + header).hexdigest()
+
+
+def sha256_sample(path: Path) -> str:
+    """Digest of 64 blocks of 64 KiB spread evenly over a file, the first and the last among them.
+
+    A file of up to 4 MiB is covered whole; of a larger one, it tells weights apart without reading all of them.
+    Raises BundleError for a file that cannot be read.
+    """
+    digest = hashlib.sha256()
+    with _reading(path) as file:
+        last = max(file.seek(0, os.SEEK_END) - _BLOCK, 0)
+        for block in range(_BLOCKS):
+            file.seek(last * block // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with _reading(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def write_synced(path: Path, data: str | bytes) -> None:
@@ -56,10 +90,14 @@ def write_synced(path: Path, data: str | bytes) -> None:
 
 
 def copy_synced(source: Path, path: Path) -> None:
-    """Copy a file's contents and flush them to the disk; makes the folder."""
+    """Copy a file's contents and flush them to the disk; makes the folder.
+
+    Raises BundleError for a source that cannot be read.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as original, path.open("xb") as file:
-        shutil.copyfileobj(original, file, _CHUNK)
+    with path.open("xb") as file:
+        for chunk in _chunks(source):
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
 

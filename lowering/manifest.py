@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -16,6 +17,7 @@ from pydantic import Field, ValidationError
 from precede.model.config import ModelConfig
 
 from .errors import BundleError, EngineMismatch
+from .files import sha256_head, sha256_sample
 from .part import Dtype, InputSpec, Name, OutputSpec, Record, describe, parse_json
 
 SCHEMA = "precede.engine/1"
@@ -91,17 +93,45 @@ class WeightEntry(Record):
 
 
 class CheckpointFile(Record):
-    """A file of the checkpoint; `sha256` covers the header of a safetensors file, the whole of any other."""
+    """A file of the checkpoint: digests that tell it from another one without reading all of it.
+
+    `sha256` covers the header of a safetensors file, the whole of any other; `sample` 64 blocks of 64 KiB spread
+    evenly over the file, which is all of a file of up to 4 MiB.
+    """
 
     name: Annotated[str, Field(pattern=r"^[^/\\]+$")]
     size: Size
     sha256: Sha256
+    sample: Sha256
+
+    @classmethod
+    def of(cls, file: Path) -> CheckpointFile:
+        """The entry of a file as it is now. Raises BundleError if it cannot be read."""
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise BundleError(f"{file}: cannot be read: {error.strerror}") from None
+        return cls(name=file.name, size=size, sha256=sha256_head(file), sample=sha256_sample(file))
+
+    def difference(self, file: Path) -> str | None:
+        """How `file` differs from this entry, as the rest of a sentence; None if it does not."""
+        if not file.is_file():
+            return "no such file, the engine's checkpoint has it"
+        found = CheckpointFile.of(file)
+        if found.size != self.size:
+            return f"{found.size} bytes, the engine's checkpoint has {self.size}"
+        head = "header" if file.suffix == ".safetensors" else "contents"
+        for what, ours, theirs in ((head, found.sha256, self.sha256), ("contents", found.sample, self.sample)):
+            if ours != theirs:
+                return f"{what} have SHA-256 {ours[:16]}..., the engine's checkpoint {theirs[:16]}..."
+        return None
 
 
 class CheckpointEntry(Record):
     """Where the weights come from: the engine's own `weights/` (inside), or a directory elsewhere.
 
-    A directory elsewhere is looked for at `relative`, from the engine folder, then at `path`.
+    A directory elsewhere is looked for at `relative`, from the engine folder, then at `path`; the first one whose
+    files are those listed is taken.
     """
 
     inside: bool

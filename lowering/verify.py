@@ -6,6 +6,7 @@ and options, 9 cache layout and weights, 10 the checkpoint.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 
 from precede.model.cache import CacheLayout
 from precede.model.config import ModelConfig
+from precede.model.errors import PrecedeError
 from precede.model.numerics import Numerics
 
 from .errors import BackendUnavailable, BundleError, EngineMismatch
@@ -31,7 +33,7 @@ SUPPORTED_TORCH = ((2, 11), (2, 15))
 class Bundle:
     """A checked engine folder: everything needed to load it.
 
-    checkpoint   the directory with the weights; its headers are those that the engine was compiled from
+    checkpoint   the directory with the weights; its files are those that the engine was compiled from
     """
 
     path: Path
@@ -47,7 +49,7 @@ def read_bundle(path: str | Path, *, checkpoint: str | Path | None = None, full:
     """Check the engine folder at `path` and its checkpoint.
 
     `checkpoint` says where the weights are now, if they have moved. `full` also reads the weights that the engine
-    carries to compare their digests; otherwise sizes and headers are compared.
+    carries to compare their digests; otherwise sizes, headers and a sample of each file are compared.
     Raises BundleError for a folder that is damaged, EngineMismatch for one that does not fit this machine, torch or
     checkpoint, BackendUnavailable for one of a backend that this version cannot run.
     """
@@ -225,6 +227,7 @@ def _check_weights(path: Path, manifest: Manifest, parts: Mapping[str, PartSpec]
 
 
 def _find_checkpoint(path: Path, manifest: Manifest, given: str | Path | None) -> Path:
+    """The first place that holds exactly the engine's checkpoint."""
     entry = manifest.checkpoint
     if given is not None:
         places = [Path(given)]
@@ -233,31 +236,28 @@ def _find_checkpoint(path: Path, manifest: Manifest, given: str | Path | None) -
     else:
         places = [path.resolve() / entry.relative] if entry.relative is not None else []
         places.append(Path(entry.path))
-    directory = next((p for p in places if p.is_dir()), None)
-    if directory is None:
-        looked = " or ".join(dict.fromkeys(str(p) for p in places))
+    places = list(dict.fromkeys(Path(os.path.realpath(place)) for place in places))
+    present = [place for place in places if place.is_dir()]
+    if not present:
         raise EngineMismatch(
-            f"{path}: its checkpoint is not at {looked}; say where it is now with checkpoint=DIRECTORY, or save "
-            "engines with copy_weights"
+            f"{path}: its checkpoint is not at {' or '.join(map(str, places))}; say where it is now with "
+            "checkpoint=DIRECTORY, or save engines with copy_weights"
         )
-    directory = directory.resolve()
+    faults: list[PrecedeError] = []
+    for place in present:
+        try:
+            _check_checkpoint(place, manifest)
+        except PrecedeError as error:
+            faults.append(error)
+        else:
+            return place
+    raise EngineMismatch("; ".join(map(str, faults)) + "; use the checkpoint that was compiled, or compile again")
+
+
+def _check_checkpoint(directory: Path, manifest: Manifest) -> None:
     config = ModelConfig.from_file(directory / "config.json")
     _compare_config(directory / "config.json", config, manifest)
-    for file in entry.files:
-        _check_checkpoint_file(directory / file.name, file)
-    return directory
-
-
-def _check_checkpoint_file(file: Path, entry: CheckpointFile) -> None:
-    advice = "use the checkpoint that the engine was compiled from, or compile again"
-    if not file.is_file():
-        raise EngineMismatch(f"{file}: no such file, the engine's checkpoint has it; {advice}")
-    size = file.stat().st_size
-    if size != entry.size:
-        raise EngineMismatch(f"{file}: {size} bytes, the engine's checkpoint has {entry.size}; {advice}")
-    found = sha256_head(file)
-    if found != entry.sha256:
-        what = "header" if file.suffix == ".safetensors" else "contents"
-        raise EngineMismatch(
-            f"{file}: {what} have SHA-256 {found[:16]}..., the engine's checkpoint {entry.sha256[:16]}...; {advice}"
-        )
+    for entry in manifest.checkpoint.files:
+        difference = entry.difference(directory / entry.name)
+        if difference is not None:
+            raise EngineMismatch(f"{directory / entry.name}: {difference}")

@@ -3,7 +3,15 @@ import os
 import pytest
 
 from precede.lowering.errors import BundleError
-from precede.lowering.files import appearing, checked_path, sha256_file, sha256_head, write_synced
+from precede.lowering.files import (
+    appearing,
+    checked_path,
+    copy_synced,
+    sha256_file,
+    sha256_head,
+    sha256_sample,
+    write_synced,
+)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../b", "a//b", "./a", "a\\b", ".", "..", "a/", "a\0b"])
@@ -40,6 +48,35 @@ def test_header_digest_of_short_file(tmp_path):
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"abc")
     assert len(sha256_head(file)) == 64
+
+
+def test_sample_covers_small_files_and_both_ends_of_large_ones(tmp_path):
+    file = tmp_path / "a"
+    for size in (0, 1, 100_000, 4 << 20):
+        seen = set()
+        for at in (None, 0, size // 3, size - 1):
+            data = bytearray(size)
+            if at is not None and size:
+                data[at] = 1
+            file.write_bytes(data)
+            seen.add(sha256_sample(file))
+        assert len(seen) == len({None, 0, size // 3, size - 1} if size else {None})
+    with file.open("wb") as out:
+        out.truncate(1 << 30)
+    empty = sha256_sample(file)
+    for at in (0, (1 << 30) - 1):
+        with file.open("r+b") as out:
+            out.seek(at)
+            out.write(b"x")
+        assert sha256_sample(file) != empty
+        empty = sha256_sample(file)
+
+
+def test_unreadable_source_is_named(tmp_path):
+    with pytest.raises(BundleError, match=r"gone: cannot be read: No such file"):
+        sha256_sample(tmp_path / "gone")
+    with pytest.raises(BundleError, match=r"gone: cannot be read: No such file"), appearing(tmp_path / "out") as folder:
+        copy_synced(tmp_path / "gone", folder / "copy")
 
 
 def test_appears_whole(tmp_path):

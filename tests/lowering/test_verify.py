@@ -181,14 +181,37 @@ def test_moved_checkpoint_can_be_named(engine, checkpoint, tmp_path):
         read_bundle(engine, checkpoint=tmp_path / "nowhere")
 
 
-def test_full_reading_notices_changed_weights(tmp_path, contents):
+def test_same_headers_with_other_values(engine, checkpoint):
+    checkpoint_tensor(checkpoint, **{"embed.weight": torch.ones(10, 4)})
+    with pytest.raises(EngineMismatch, match=r"model\.safetensors: contents have SHA-256"):
+        read_bundle(engine)
+    with pytest.raises(EngineMismatch, match=r"model\.safetensors: contents have SHA-256"):
+        read_bundle(engine, checkpoint=checkpoint)
+
+
+def test_the_first_place_that_fits_is_taken(tmp_path, engine, checkpoint):
+    shutil.copytree(engine, tmp_path / "B" / "engine")
+    near = tmp_path / "B" / "checkpoint"
+    near.mkdir()
+    assert read_bundle(tmp_path / "B" / "engine").checkpoint == checkpoint
+    shutil.copytree(checkpoint, near, dirs_exist_ok=True)
+    assert read_bundle(tmp_path / "B" / "engine").checkpoint == near
+    checkpoint_tensor(near, **{"embed.weight": torch.ones(10, 4)})
+    assert read_bundle(tmp_path / "B" / "engine").checkpoint == checkpoint
+    (checkpoint / "tokenizer.json").write_text("[]")
+    with pytest.raises(EngineMismatch, match=r"B/checkpoint/model\.safetensors: .*checkpoint/tokenizer\.json: "):
+        read_bundle(tmp_path / "B" / "engine")
+
+
+def test_sampled_reading_notices_changed_copied_weights(tmp_path, contents):
     path = tmp_path / "e"
     write_bundle(path, contents(copy_weights=True))
     file = path / "weights" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    read_bundle(path)
+    with pytest.raises(EngineMismatch, match=r"model.safetensors: contents have SHA-256"):
+        read_bundle(path)
     with pytest.raises(BundleError, match=r"model.safetensors: contents have SHA-256"):
         read_bundle(path, full=True)
 
