@@ -7,6 +7,7 @@ that the definition does not implement (another activation, another scoring func
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -57,6 +58,12 @@ FIXED = {
     "quantization_config.scale_fmt": "ue8m0",
     "quantization_config.expert_dtype": "fp4",
 }
+
+# Beyond these a number is a slip of the pen, and arithmetic on it would overflow somewhere below.
+MOST_DIGITS = 18
+LARGEST_SIZE = 1 << 31
+LARGEST_NUMBER = 1e30
+MOST_ELEMENTS = 1 << 60
 
 DEFAULTS: dict[str, Any] = {
     "hc_mult": 4,
@@ -195,14 +202,22 @@ def preset_json(name: str) -> dict[str, Any]:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that must hold an object; every failure is a ConfigError that names the file."""
+
+    def integer(digits: str) -> int:
+        if len(digits.lstrip("-")) > MOST_DIGITS:
+            raise ConfigError(f"{path}: holds an integer of {len(digits)} digits; give at most {MOST_DIGITS}")
+        return int(digits)
+
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), parse_int=integer)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a checkpoint directory holds config.json") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not JSON: {error.msg} at line {error.lineno}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: holds lists or objects nested too deep to be read") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a JSON {type(data).__name__}, expected an object")
     return data
@@ -226,6 +241,11 @@ class _Reader:
                     self._offer(key, value)
 
     def _offer(self, key: str, value: Any) -> None:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, int) and abs(item) >= 10**MOST_DIGITS:
+                raise ConfigError(f"{self.source}: {key} holds an integer of more than {MOST_DIGITS} digits")
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ConfigError(f"{self.source}: {key} holds {item}, expected a finite number")
         self.flat.setdefault(ALIASES.get(key, key), value)
 
     def fixed(self, key: str, only: Any) -> None:
@@ -262,6 +282,41 @@ def check_invariants(c: ModelConfig) -> None:
         value = getattr(c, f.name)
         if isinstance(value, int | float) and f.name not in optional:
             need(value > 0, f"{f.name} must be positive, got {value}")
+        if isinstance(value, int) and f.name != "engram_vocab_size":
+            need(value <= LARGEST_SIZE, f"{f.name} = {value} is too large; the largest size is {LARGEST_SIZE}")
+        if isinstance(value, float):
+            need(value <= LARGEST_NUMBER, f"{f.name} = {value} is too large; the largest number is {LARGEST_NUMBER}")
+    need(c.hc_sinkhorn_iters <= 1000, f"hc_sinkhorn_iters = {c.hc_sinkhorn_iters}, expected at most 1000")
+    need(
+        c.engram_columns <= 1024,
+        f"engram_max_ngram_size = {c.engram_max_ngram_size} and engram_n_heads = {c.engram_n_heads} make "
+        f"{c.engram_columns} n-gram columns, expected at most 1024",
+    )
+    heads, o_rank = c.num_attention_heads * c.head_dim, c.o_groups * c.o_lora_rank
+    elements = {
+        "vocab_size x hidden_size": c.vocab_size * c.hidden_size,
+        "q_lora_rank x hidden_size": c.q_lora_rank * c.hidden_size,
+        "num_attention_heads x head_dim x q_lora_rank": heads * c.q_lora_rank,
+        "num_attention_heads x head_dim x o_lora_rank": heads * c.o_lora_rank,
+        "o_groups x o_lora_rank x hidden_size": o_rank * c.hidden_size,
+        "index_n_heads x index_head_dim x q_lora_rank": c.index_n_heads * c.index_head_dim * c.q_lora_rank,
+        "index_n_heads x hidden_size": c.index_n_heads * c.hidden_size,
+        "head_dim x hidden_size": c.head_dim * c.hidden_size,
+        "head_dim x index_head_dim": c.head_dim * c.index_head_dim,
+        "sliding_window x head_dim": c.sliding_window * c.head_dim,
+        "max_position_embeddings x qk_rope_head_dim": c.max_position_embeddings * c.qk_rope_head_dim,
+        "n_routed_experts x moe_intermediate_size x hidden_size": 2
+        * c.n_routed_experts
+        * c.moe_intermediate_size
+        * c.hidden_size,
+        "hc_mult x hc_mult x hc_mult x hidden_size": (c.hc_mult + 2) * c.hc_mult**2 * c.hidden_size,
+        "hc_mult x hidden_size x engram_head_dim": (c.hc_mult + 1)
+        * c.hidden_size
+        * max(1, c.engram_columns)
+        * c.engram_head_dim,
+    }
+    for key, count in elements.items():
+        need(count <= MOST_ELEMENTS, f"{key} makes a tensor of {count} elements, expected at most {MOST_ELEMENTS}")
     L = c.num_hidden_layers
     need(
         len(c.compress_ratios) == L + c.num_nextn_predict_layers,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from .config import PRESETS, ModelConfig, preset_json, read_json_object
 from .errors import CheckpointError
-from .table import TensorSpec, tensor_table
+from .table import TableRow, TensorSpec, table_rows, tensor_table
 from .tokenizer import synthetic_tokenizer
 from .tokens import TOKEN_MAP_NAME, TOKENIZER_NAME
 from .writer import Named, check_target, safetensors_bytes, stored_form, write_checkpoint
@@ -57,10 +58,10 @@ def init_checkpoint(
     else:
         data, source = read_json_object(Path(config)), str(config)
     model_config = ModelConfig.from_dict(data, source=source)
-    table = tensor_table(model_config)
     directory = Path(directory).absolute()
     check_target(directory, overwrite=overwrite)
-    _check_size(table, directory)
+    _check_size(table_rows(model_config), directory)
+    table = tensor_table(model_config)
     files = {
         TOKENIZER_NAME: synthetic_tokenizer(model_config).to_str(pretty=True).encode(),
         TOKEN_MAP_NAME: b"".join(safetensors_bytes([("token_map", _token_map(model_config))])),
@@ -118,11 +119,12 @@ def _token_map(config: ModelConfig) -> torch.Tensor:
     return torch.arange(config.vocab_size, dtype=torch.int32) % config.engram_compressed_vocab_size
 
 
-def _check_size(table: Mapping[str, TensorSpec], directory: Path) -> None:
-    for spec in table.values():
-        if int(np.prod(spec.value_shape)) > LARGEST_TENSOR:
-            raise CheckpointError(f"{directory}: {spec.name} {list(spec.shape)} is too large to be synthesised")
+def _check_size(rows: Sequence[TableRow], directory: Path) -> None:
+    """Judged by rows, because a config may ask for more tensors than a table could list."""
+    for row in rows:
+        if prod(row.shape) * (2 if row.kind == "fp4" else 1) > LARGEST_TENSOR:
+            raise CheckpointError(f"{directory}: {row.name} {list(row.shape)} is too large to be synthesised")
     existing = next(p for p in (directory, *directory.parents) if p.is_dir())
-    needed = sum(s.nbytes for s in table.values())
+    needed = sum(row.total_bytes for row in rows)
     if needed > (free := shutil.disk_usage(existing).free):
         raise CheckpointError(f"{directory}: needs {needed / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")

@@ -92,6 +92,19 @@ BROKEN: list[tuple[str, Any]] = [
     ("num_key_value_heads", 4),
     ("tie_word_embeddings", True),
     ("index_source_layer_ids", [2, 4, 5.5]),
+    ("hidden_size", 10**30),
+    ("hidden_size", 10**5000),
+    ("compress_ratios", [10**5000]),
+    ("hidden_act", 10**5000),
+    ("vocab_size", 2**62),
+    ("vocab_size", 10**17),
+    ("rope_theta", 10**400),
+    ("rope_theta", float("inf")),
+    ("rope_theta", float("nan")),
+    ("rope_theta", 1e300),
+    ("hc_sinkhorn_iters", 10**9),
+    ("engram_n_heads", 10**9),
+    ("n_routed_experts", 2**31),
 ]
 
 
@@ -99,6 +112,8 @@ BROKEN: list[tuple[str, Any]] = [
 def test_a_broken_rule_names_its_key(key: str, value: Any) -> None:
     data = preset_json("nano")
     data["text_config"][key] = value
+    if key == "n_routed_experts":
+        data["text_config"] |= {"moe_intermediate_size": 2**20, "hidden_size": 2**20}
     with pytest.raises(ConfigError, match=key) as error:
         ModelConfig.from_dict(data, source="my/config.json")
     assert str(error.value).startswith("my/config.json: ")
@@ -131,7 +146,9 @@ def test_another_format_is_refused(path: tuple[str, ...], value: Any) -> None:
         ModelConfig.from_dict(data)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"text_config": 3}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"text_config": 3}', "\x00\xff", '{"a": 1%s}' % ("0" * 5000), "[" * 100_000]
+)
 def test_a_file_that_is_no_config(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))

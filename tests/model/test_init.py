@@ -112,6 +112,10 @@ def test_faults_leave_nothing(tmp_path):
         init_checkpoint("nanoo", tmp_path / "typo")
     with pytest.raises(CheckpointError, match=r"embed\.weight .* is too large to be synthesised"):
         init_checkpoint("published", tmp_path / "large")
+    data = preset_json("nano")
+    data["text_config"]["n_routed_experts"] = 10**9
+    with pytest.raises(CheckpointError, match="is too large to be synthesised"):
+        init_checkpoint(data, tmp_path / "experts")
     assert list(tmp_path.iterdir()) == []
 
 
