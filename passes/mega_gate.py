@@ -67,6 +67,6 @@ def _router(dim: int, experts: int, dtype: torch.dtype) -> Pattern:
             "bias_vl": TensorSpec(shape=(experts,)),
             "image": TensorSpec(shape=(0,), dtype=torch.bool),
         },
-        scalars={"topk": (2, 3), "scale": (1.25, 2.75)},
+        scalars={"topk": (1, 2), "scale": (1.25, 2.75)},
         dynamic={"x": {0: "T"}, "image": {0: "T"}},
     )

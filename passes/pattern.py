@@ -6,8 +6,8 @@
     found.matches[0]["x"], found.matches[0]["topk"]     a node, a number
     found.misses[0].reason                              at sqrt: want aten.sqrt.default, got aten.softmax.int
 
-A scalar is traced with two values; literals that follow it become holes, also `k + 3` or `2 * k`. Sizes named in
-`dynamic` fit any size, static or symbolic, the same everywhere. `add` and `mul` commute. A value inside the pattern
+A scalar is traced with two values; literals that follow it become holes, also `k + 3` or `2 * k`; a third value checks
+that they follow it in a line. Sizes named in `dynamic` fit any size, static or symbolic, the same everywhere. `add` and `mul` commute. A value inside the pattern
 must not be used outside, unless it is a constant of the pattern or a mere cast or view of an input.
 """
 
@@ -121,7 +121,10 @@ class _State:
 
 
 class Pattern:
-    """An eager function to look for; see the module's text. Raises PatternError if scalars change its structure."""
+    """An eager function to look for; see the module's text.
+
+    Raises PatternError if scalars change its structure, a literal does not follow them in a line, or it has no op.
+    """
 
     def __init__(
         self,
@@ -142,17 +145,21 @@ class Pattern:
         self.args: dict[fx.Node, Any] = {n: n.args for n in nodes}
         self.kwargs: dict[fx.Node, Any] = {n: dict(n.kwargs) for n in nodes}
         for name, (first, second) in scalars.items():
-            other = list(_trace(function, tensors, {**base, name: second, **fixed}, dynamic)[0].nodes)
-            if [n.target for n in other if n.op == "call_function"] != [
-                n.target for n in nodes if n.op == "call_function"
-            ]:
-                raise PatternError(f"pattern {self.name}: {name} = {first} and {second} give different ops")
+            other = self._traced_alike(function, tensors, {**base, name: second, **fixed}, dynamic, name, first, second)
             for n, o in zip(nodes, other, strict=True):
                 self.args[n] = self._fold(self.args[n], o.args, name, first, second)
                 self.kwargs[n] = {k: self._fold(v, o.kwargs[k], name, first, second) for k, v in self.kwargs[n].items()}
+            third = _third(first, second)
+            if third is None:
+                continue
+            other = self._traced_alike(function, tensors, {**base, name: third, **fixed}, dynamic, name, first, third)
+            for n, o in zip(nodes, other, strict=True):
+                self._check_line([self.args[n], *self.kwargs[n].values()], [o.args, *o.kwargs.values()], name, third)
         self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
         sized = {n for n in nodes if _torch.is_symbolic(n.meta.get("val"))}
         self.interior = [n for n in nodes if n.op == "call_function" and n not in sized]
+        if not self.interior:
+            raise PatternError(f"pattern {self.name} has no op to look for; let it compute something")
         result = self.graph.output_node().args[0]
         results = result if isinstance(result, list | tuple) else (result,)
         self.outputs = tuple(r for r in results if isinstance(r, fx.Node))
@@ -173,6 +180,40 @@ class Pattern:
         raise PatternError(
             f"pattern {self.name}: the literals {a!r} and {b!r} do not follow {name} = {first!r}, {second!r}"
         )
+
+    def _traced_alike(
+        self,
+        function: Callable[..., Any],
+        tensors: Mapping[str, TensorSpec],
+        values: Mapping[str, Any],
+        dynamic: Mapping[str, Mapping[int, str]],
+        name: str,
+        first: Any,
+        now: Any,
+    ) -> list[fx.Node]:
+        other = list(_trace(function, tensors, values, dynamic)[0].nodes)
+        if [n.target for n in other] != [n.target for n in self.graph.nodes]:
+            raise PatternError(f"pattern {self.name}: {name} = {first} and {now} give different ops")
+        return other
+
+    def _check_line(self, a: Any, b: Any, name: str, third: Any) -> None:
+        """With `third` for the scalar, the literals `b` must be what the holes in `a` say."""
+        if isinstance(a, list | tuple):
+            if len(a) != len(b):
+                raise PatternError(f"pattern {self.name}: {name} = {third} gives another number of literals")
+            for x, y in zip(a, b, strict=True):
+                self._check_line(x, y, name, third)
+        elif isinstance(a, _Hole):
+            if a.name == name and b != a.slope * third + a.offset:
+                raise PatternError(
+                    f"pattern {self.name}: a literal is {b!r} for {name} = {third!r}, not "
+                    f"{a.slope} * {name} + {a.offset}; literals must follow a scalar in a line"
+                )
+        elif not isinstance(a, fx.Node) and repr(a) != repr(b):
+            raise PatternError(
+                f"pattern {self.name}: a literal is {b!r} for {name} = {third!r} and {a!r} otherwise; literals must "
+                "follow a scalar in a line"
+            )
 
     def _shareable(self) -> set[fx.Node]:
         """Interior nodes that may be used outside: constants, and casts and views of inputs."""
@@ -291,8 +332,10 @@ class _Search:
         if len(wanted) != len(given):
             return Miss(at=where, want=f"{len(wanted)} arguments", got=str(len(given)))
         first: Miss | None = None
-        for order in (wanted, [wanted[1], wanted[0], *wanted[2:]]) if p.target in _COMMUTE else (wanted,):
-            trial = state.fork() if p.target in _COMMUTE else state
+        # `alpha` scales the second summand only.
+        commutes = p.target in _COMMUTE and self.pattern.kwargs[p].get("alpha", 1) == 1
+        for order in (wanted, [wanted[1], wanted[0], *wanted[2:]]) if commutes else (wanted,):
+            trial = state.fork() if commutes else state
             trial.nodes[p] = g
             miss = self._bind_all(trial, order, given, where) or self._keywords(trial, p, g, where)
             if miss is None:
@@ -402,6 +445,13 @@ class _Search:
         if isinstance(a, list | tuple):
             return "[" + ", ".join(map(self._show, a)) + "]"
         return self._literal(a)
+
+
+def _third(first: Any, second: Any) -> int | float | None:
+    """Another value of a scalar, beyond two integers or between two floats; None if there is no such."""
+    if type(first) is int and type(second) is int:
+        return max(first, second) + abs(second - first)
+    return (first + second) / 2 if isinstance(first, float) and isinstance(second, float) else None
 
 
 def _is_size(n: fx.Node) -> bool:

@@ -172,6 +172,33 @@ def test_scalars_that_change_the_structure_are_refused() -> None:
         Pattern(power, tensors={"x": TensorSpec(shape=(4,))}, scalars={"n": (2, 3)})
 
 
+def test_a_scaled_summand_does_not_commute() -> None:
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.add(torch.sigmoid(x), y, alpha=2)
+
+    pattern = Pattern(scaled, tensors={"x": TensorSpec(shape=(4,)), "y": TensorSpec(shape=(4,))})
+    assert len(find(pattern, scaled, x=(4,), y=(4,)).matches) == 1
+    assert find(pattern, lambda x, y: torch.add(y, torch.sigmoid(x), alpha=2), x=(4,), y=(4,)).matches == ()
+
+
+def test_literals_that_bend_are_refused() -> None:
+    def squared(x: torch.Tensor, k: int) -> torch.Tensor:
+        return torch.sigmoid(x) * k + k * k
+
+    def kinked(x: torch.Tensor, k: float) -> torch.Tensor:
+        return x * (1.0 if k in (1.0, 2.0) else k)
+
+    for function, scalars in ((squared, {"k": (2, 3)}), (kinked, {"k": (1.0, 2.0)})):
+        with pytest.raises(PatternError, match=rf"pattern {function.__name__}: a literal is .*in a line"):
+            Pattern(function, tensors={"x": TensorSpec(shape=(4,))}, scalars=scalars)
+
+
+@pytest.mark.parametrize("function", [lambda x: x, lambda x: x[:]])
+def test_a_pattern_without_ops_is_refused(function: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(PatternError, match="has no op to look for"):
+        Pattern(function, tensors={"x": TensorSpec(shape=(4,))})
+
+
 @settings(max_examples=20, deadline=None)
 @given(order=st.randoms(use_true_random=False))
 def test_legal_reordering_and_commuting_change_nothing(order: random.Random) -> None:
