@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,11 +17,12 @@ import torch
 
 from precede.model.batch import StepBatch
 from precede.model.cache import CacheLayout, Caches
+from precede.model.errors import shown
 
 from .request import Request, RequestOutput
 from .sampler import sample
 from .sampling import RequestError, SamplingParams
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, TokenizerError
 
 Prompt = str | Sequence[int]
 
@@ -63,8 +64,8 @@ class LLM:
     """Generates from a loaded engine. `max_step_tokens` bounds the rows of a prefill step."""
 
     def __init__(self, engine: Runnable, *, max_step_tokens: int = 2048) -> None:
-        if max_step_tokens < 1:
-            raise RequestError(f"max_step_tokens = {max_step_tokens}; it takes an integer of at least 1")
+        if not isinstance(max_step_tokens, int) or isinstance(max_step_tokens, bool) or max_step_tokens < 1:
+            raise RequestError(f"max_step_tokens = {shown(max_step_tokens)}; it takes an integer of at least 1")
         self.engine = engine
         self.max_step_tokens = max_step_tokens
 
@@ -78,15 +79,13 @@ class LLM:
         """Outputs in the order of `prompts` (strings or lists of token ids); `params` for all, or one a prompt.
 
         Raises RequestError before anything is computed if a prompt is empty, holds an id outside the vocabulary,
-        leaves no position for an output, or is text while there is no tokenizer.
+        leaves no position for an output, or is text while there is no tokenizer; also if the caches of all requests
+        do not fit into memory.
         """
         started = time.perf_counter()
         requests = self._admit(prompts, params)
         page_size = self.engine.layout.page_size
-        caches = self.engine.allocate(
-            pages=1 + sum(len(r.pages) for r in requests),
-            rings=1 + len(requests),
-        )
+        caches = self._allocate(pages=1 + sum(len(r.pages) for r in requests), rings=1 + len(requests))
         while running := [r for r in requests if r.finish_reason is None]:
             begin = time.perf_counter()
             plan = self._plan(running)
@@ -117,6 +116,17 @@ class LLM:
                 )
         return [r.output() for r in requests]
 
+    def _allocate(self, *, pages: int, rings: int) -> Caches:
+        try:
+            return self.engine.allocate(pages=pages, rings=rings)
+        except (RuntimeError, MemoryError):  # what torch raises depends on the device and on the size
+            layout = self.engine.layout
+            wanted = pages * layout.page_bytes() + rings * layout.ring_bytes()
+            raise RequestError(
+                f"the caches of these requests take {wanted:,} bytes, which could not be allocated; "
+                "lower max_tokens or give fewer prompts"
+            ) from None
+
     def _plan(self, running: list[Request]) -> list[tuple[Request, int]]:
         """Who computes how many rows: prompts first, up to the budget, then one row for each request."""
         plan: list[tuple[Request, int]] = []
@@ -131,10 +141,14 @@ class LLM:
     def _admit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], int):
-            raise RequestError(f"prompts = {prompts!r}; it takes a list of texts or of token id lists, at least one")
+        if not isinstance(prompts, list | tuple) or len(prompts) == 0 or isinstance(prompts[0], int):
+            raise RequestError(
+                f"prompts = {shown(prompts)}; it takes a list of texts or of token id lists, at least one"
+            )
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError(f"params = {shown(params)}; it takes SamplingParams, or a list with one a prompt")
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each")
         layout = self.engine.layout
@@ -163,24 +177,34 @@ class LLM:
 
     def _encode(self, prompt: Prompt, number: int) -> tuple[int, ...]:
         try:
+            if isinstance(prompt, bytes | bytearray | Mapping | Set):
+                raise TypeError
             ids = () if isinstance(prompt, str) else tuple(operator.index(i) for i in prompt)
+            if len(prompt) == 0:
+                raise RequestError(f"prompt {number} is empty; give at least one token")
         except TypeError:
-            raise RequestError(f"prompt {number} is {prompt!r}; it takes a text or a list of token ids") from None
-        if len(prompt) == 0:
-            raise RequestError(f"prompt {number} is empty; give at least one token")
+            raise RequestError(f"prompt {number} is {shown(prompt)}; it takes a text or a list of token ids") from None
         if not isinstance(prompt, str):
             return ids
         if self.engine.tokenizer is None:
             raise RequestError(f"prompt {number} is text, but there is no tokenizer.json; give token ids")
-        return tuple(self.engine.tokenizer.encode(prompt))
+        try:
+            encoded = tuple(self.engine.tokenizer.encode(prompt))
+        except TokenizerError as error:
+            raise RequestError(f"prompt {number}: {error}") from None
+        if not encoded:
+            raise RequestError(f"prompt {number} has no tokens once encoded; give a text that the tokenizer keeps")
+        return encoded
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams, number: int) -> None:
         c = self.engine.layout.config
-        named = (("prompt", ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
-        for what, values in named:
+        named = (("", ids), ("logit_bias has ", params.logit_bias), ("stop_token_ids has ", params.stop_token_ids))
+        for where, values in named:
             bad = next((i for i in values if not 0 <= i < c.vocab_size), None)
             if bad is not None:
-                raise RequestError(f"{what} {number}: token id {bad} is outside the vocabulary of {c.vocab_size}")
+                raise RequestError(
+                    f"prompt {number}: {where}token id {shown(bad)} is outside the vocabulary of {c.vocab_size}"
+                )
         if len(ids) >= c.max_position_embeddings:
             raise RequestError(
                 f"prompt {number} has {len(ids)} tokens; the model has {c.max_position_embeddings} positions, "

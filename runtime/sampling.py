@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from precede.model.errors import PrecedeError
+from precede.model.errors import PrecedeError, shown
 
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
+FORBIDDEN = float("-inf")
+LARGEST_BIAS = 1e30  # stays finite in fp32 whatever the logit
 
 
 class RequestError(PrecedeError):
@@ -27,7 +28,7 @@ class SamplingParams:
     repetition_penalty  divides positive and multiplies negative logits of ids in prompt or output
     presence_penalty    taken off the logit of each id in the output
     frequency_penalty   the same, times the id's count
-    logit_bias          id -> added to its logit
+    logit_bias          id -> added to its logit; -inf forbids the id
     seed                draws depend on (seed, output index) only; None: one drawn for the request
     stop                strings that end the text; the string itself is not returned
     stop_token_ids      ids that end the output; the id is kept in token_ids, its text is not returned
@@ -63,25 +64,37 @@ class SamplingParams:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 upper = "" if high == _ANY else f" and at most {high}"
-                raise RequestError(f"{name} = {value!r}; it takes an integer of at least {low}{upper}")
+                raise RequestError(f"{name} = {shown(value)}; it takes an integer of at least {low}{upper}")
         for name, low, high, open_low in _NUMBERS:
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not low <= value <= high or (open_low and value == low):
-                raise RequestError(f"{name} = {value!r}; it takes a number in {'(' if open_low else '['}{low}, {high}]")
+                interval = f"{'(' if open_low else '['}{low}, {high}]"
+                raise RequestError(f"{name} = {shown(value)}; it takes a number in {interval}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} = {shown(value)}; it takes True or False")
         if self.n != 1:
             raise RequestError(f"n = {self.n} is not implemented; ask for n = 1 and repeat the prompt with other seeds")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop = {list(stop)!r}; it takes strings that are not empty")
-        ids = tuple(self.stop_token_ids)
-        if not all(isinstance(i, int) and i >= 0 for i in ids):
-            raise RequestError(f"stop_token_ids = {list(ids)!r}; it takes token ids")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, _COLLECTIONS) or not all(isinstance(s, str) and s for s in stop):
+            given = list(stop) if isinstance(stop, _COLLECTIONS) else stop
+            raise RequestError(f"stop = {shown(given)}; it takes strings that are not empty")
+        ids = self.stop_token_ids
+        if not isinstance(ids, _COLLECTIONS) or not all(_is_id(i) for i in ids):
+            raise RequestError(f"stop_token_ids = {shown(ids)}; it takes a list of token ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias = {shown(self.logit_bias)}; it takes a mapping from token id to number")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0 or not isinstance(bias, int | float) or math.isnan(bias):
-                raise RequestError(f"logit_bias has {token!r}: {bias!r}; it maps token ids to numbers")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", ids)
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not _is_id(token) or not number or not (abs(bias) <= LARGEST_BIAS or bias == FORBIDDEN):
+                raise RequestError(
+                    f"logit_bias has {shown(token)}: {shown(bias)}; it maps token ids to numbers in "
+                    f"[-{LARGEST_BIAS}, {LARGEST_BIAS}] or to {FORBIDDEN}"
+                )
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property
     def greedy(self) -> bool:
@@ -94,6 +107,11 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_COLLECTIONS = (list, tuple, set, frozenset)
 _ANY = 2**63 - 1
 _INTEGERS = (
     ("max_tokens", 1, _ANY),

@@ -53,7 +53,16 @@ class Tokenizer:
         return cls(inner, str(path))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with what the tokenizer itself adds (such as a first token)."""
+        """Token ids of `text`, with what the tokenizer itself adds (such as a first token).
+
+        Raises TokenizerError for a text with surrogates, which stand for bytes that were no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text cannot be written as UTF-8: character {error.start} is {text[error.start]!r}"
+            ) from None
         return self._inner.encode(text).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

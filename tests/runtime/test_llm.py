@@ -171,6 +171,16 @@ def test_text_and_stop_strings(tiny_tokenizer: Tokenizer):
         ([], None, "it takes a list"),
         ("text", None, "it takes a list"),
         ([3, 4], None, "it takes a list"),
+        (5, None, "prompts = 5; it takes a list"),
+        (None, None, "prompts = None; it takes a list"),
+        (iter([[1]]), None, "prompts = .*; it takes a list"),
+        ({0: [1]}, None, "prompts = .*; it takes a list"),
+        ([b"text"], None, "prompt 0 is b'text'; it takes a text"),
+        ([{3: 4}], None, "prompt 0 is .*; it takes a text"),
+        ([iter([1])], None, "prompt 0 is .*; it takes a text"),
+        ([[10**5000]], None, "prompt 0: token id a int that cannot be printed is outside"),
+        ([[1]], {"max_tokens": 3}, "params = .*; it takes SamplingParams"),
+        ([[1]], [None], r"params = \[None\]; it takes SamplingParams"),
         ([[]], None, "prompt 0 is empty"),
         ([[1], []], None, "prompt 1 is empty"),
         ([""], None, "prompt 0 is empty"),
@@ -181,8 +191,8 @@ def test_text_and_stop_strings(tiny_tokenizer: Tokenizer):
         ([[-1]], None, "prompt 0: token id -1 is outside"),
         ([[3] * 1024], None, "prompt 0 has 1024 tokens; the model has 1024 positions"),
         ([[1]], [GREEDY, GREEDY], "1 prompts came with 2 sampling parameters"),
-        ([[1]], SamplingParams(logit_bias={600: 1.0}), "logit_bias 0: token id 600 is outside"),
-        ([[1]], SamplingParams(stop_token_ids=(600,)), "stop_token_ids 0: token id 600 is outside"),
+        ([[1]], SamplingParams(logit_bias={600: 1.0}), "prompt 0: logit_bias has token id 600"),
+        ([[1]], SamplingParams(stop_token_ids=(600,)), "prompt 0: stop_token_ids has token id 600"),
         ([[1]], SamplingParams(stop=("x",)), "prompt 0 has stop strings, but there is no tokenizer"),
     ],
 )
@@ -193,6 +203,30 @@ def test_bad_requests_are_refused_before_anything_runs(prompts, params, message)
     assert engine.batches == []
 
 
-def test_budget_must_be_positive():
-    with pytest.raises(RequestError, match="max_step_tokens = 0"):
-        LLM(Successor(), max_step_tokens=0)
+@pytest.mark.parametrize("budget", [0, "x", 2.5, True, None])
+def test_budget_must_be_positive(budget):
+    with pytest.raises(RequestError, match=r"max_step_tokens = .*; it takes an integer of at least 1"):
+        LLM(Successor(), max_step_tokens=budget)
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "\udcff"])
+def test_a_text_that_is_no_utf8_is_refused(text: str, tiny_tokenizer: Tokenizer):
+    with pytest.raises(RequestError, match="prompt 0: the text cannot be written as UTF-8"):
+        LLM(Successor(tiny_tokenizer)).generate([text])
+
+
+def test_a_text_that_encodes_to_nothing_is_refused(tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiny_tokenizer, "encode", lambda text: [])
+    with pytest.raises(RequestError, match="prompt 0 has no tokens once encoded"):
+        LLM(Successor(tiny_tokenizer)).generate(["x"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not enough memory"), MemoryError()])
+def test_caches_that_do_not_fit_are_named_by_their_bytes(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Successor, **_: int) -> Caches:
+        raise error
+
+    monkeypatch.setattr(Successor, "allocate", full)
+    wanted = 2 * (LAYOUT.page_bytes() + LAYOUT.ring_bytes())
+    with pytest.raises(RequestError, match=f"take {wanted:,} bytes, which could not be allocated"):
+        LLM(Successor()).generate([[1]], SamplingParams(max_tokens=3))

@@ -47,6 +47,11 @@ def test_any_ids_decode_as_the_library_does(ids, skip):
     assert "".join(pushed(Detokenizer(TOKENIZER, skip_special_tokens=skip), ids)) == expected
 
 
+def test_surrogates_are_refused():
+    with pytest.raises(TokenizerError, match=r"cannot be written as UTF-8: character 1 is '\\ud800'"):
+        TOKENIZER.encode("a\ud800")
+
+
 def test_characters_arrive_whole():
     ids = TOKENIZER.encode("é🙂")
     assert pushed(Detokenizer(TOKENIZER), ids) == ["", "é", "", "", "", "🙂", ""]
