@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from precede.model.cache import CacheLayout, KVFormat, RecordFormat, Store
+from precede.model.cache import CacheLayout, KVFormat, Store
 from precede.model.config import ModelConfig
 from precede.model.numerics import Numerics
 from precede.model.shards import INDEX_NAME, find_tensors
@@ -31,7 +31,6 @@ from .errors import BundleError
 from .files import appearing, checked_path, copy_synced, sha256_file, write_synced
 from .manifest import (
     MANIFEST_NAME,
-    CacheEntry,
     CheckpointEntry,
     CheckpointFile,
     Decision,
@@ -43,11 +42,12 @@ from .manifest import (
     PartEntry,
     PassEntry,
     PassReport,
-    StoreEntry,
     Versions,
     WeightEntry,
+    cache_entry,
     config_values,
     fingerprint,
+    listed_files,
 )
 from .part import PartSpec
 from .verify import Bundle, read_bundle
@@ -86,6 +86,7 @@ class EngineContents:
     kv_format      the option that `layout` was made with
     checkpoint     the directory that holds the weights; or a function that writes a checkpoint (published layout, with
                    config.json) into the folder it is given, for weights that are only in memory
+    digests        what `checkpoint_digests` said of the directory when its weights were read; None: not known
     copy_weights   carry the checkpoint's files inside the engine
     """
 
@@ -99,6 +100,7 @@ class EngineContents:
     store: Store
     parts: Sequence[PartContents]
     checkpoint: Path | Callable[[Path], None]
+    digests: Sequence[CheckpointFile] | None = None
     copy_weights: bool = False
     passes: Sequence[PassContents] = ()
     decisions: Sequence[Decision] = ()
@@ -109,20 +111,18 @@ def write_bundle(path: str | Path, contents: EngineContents) -> Manifest:
     """Write an engine folder at `path`, replacing an engine that is there; returns its manifest.
 
     Whatever goes wrong, `path` is afterwards either what it was or the complete new engine. Raises BundleError if the
-    place cannot be written, holds anything but an engine, or the checkpoint is not the model's.
+    place cannot be written, holds anything but an engine, or holds files of the checkpoint, or if the checkpoint is
+    not the one that was compiled.
     """
     path = Path(os.path.realpath(path))
     check_place(path)
     if isinstance(contents.checkpoint, Path):
         _check_config(contents.checkpoint, contents.config)
-        inside = Path(os.path.realpath(contents.checkpoint)).is_relative_to(path)
-        if inside and not contents.copy_weights:
-            raise BundleError(
-                f"{path}: holds the checkpoint {contents.checkpoint}, which would go with the old engine; save with "
-                "copy_weights"
-            )
+        _check_outside(path, contents.checkpoint, contents.copy_weights)
     with appearing(path) as folder:
         source = _write_weights(folder, contents)
+        if contents.digests is not None:
+            _check_digests(source, contents.digests)
         for name in CARRIED:
             if (source / name).is_file():
                 copy_synced(source / name, folder / name)
@@ -143,7 +143,7 @@ def write_bundle(path: str | Path, contents: EngineContents) -> Manifest:
             parts=parts,
             weights=_weights(contents.parts),
             checkpoint=_checkpoint_entry(source, folder, path),
-            cache=_cache_entry(contents),
+            cache=cache_entry(contents.layout, store=contents.store, kv_format=contents.kv_format),
             passes=passes,
             decisions=list(contents.decisions),
             files=[_file_entry(folder, file) for file in _files(folder)],
@@ -152,8 +152,26 @@ def write_bundle(path: str | Path, contents: EngineContents) -> Manifest:
     return manifest
 
 
+def checkpoint_digests(checkpoint: Path) -> list[CheckpointFile]:
+    """Every file of a checkpoint directory that an engine refers to, as it is now.
+
+    Raises CheckpointError or BundleError for files that cannot be read.
+    """
+    return [CheckpointFile.of(file) for file in _checkpoint_files(checkpoint)]
+
+
 def check_place(path: Path) -> None:
-    """Refuse a place where an engine may not appear: only nothing, an empty folder, or an engine may go."""
+    """Refuse a place where an engine may not appear: only nothing, an empty folder, or an engine may go.
+
+    The engine may be of another schema version. Raises BundleError.
+    """
+    path, here = Path(os.path.realpath(path)), Path(os.path.realpath(os.curdir))
+    if here.is_relative_to(path):
+        raise BundleError(f"{path}: is the current directory or holds it; choose a folder of its own for the engine")
+    if path.is_relative_to("/proc"):
+        raise BundleError(f"{path}: is in /proc, which holds no files of anybody's; choose another place")
+    if os.path.ismount(path):
+        raise BundleError(f"{path}: is a mount point, which cannot be replaced; choose a folder inside it")
     if not path.parent.is_dir():
         raise BundleError(f"{path.parent}: no such directory; make it, or choose another place for the engine")
     if not path.exists():
@@ -161,16 +179,16 @@ def check_place(path: Path) -> None:
     advice = "choose another place, or remove it yourself"
     if not path.is_dir():
         raise BundleError(f"{path}: is a file; an engine is a folder: {advice}")
-    present = {p.relative_to(path).as_posix() for p in _files(path)}
-    if not present:
+    if not (path / MANIFEST_NAME).is_file():
+        if any(p.is_symlink() or not p.is_dir() for p in path.rglob("*")):
+            raise BundleError(f"{path}: is not empty and holds no {MANIFEST_NAME}, so it is no engine: {advice}")
         return
-    if MANIFEST_NAME not in present:
-        raise BundleError(f"{path}: is not empty and holds no {MANIFEST_NAME}, so it is no engine: {advice}")
     try:
-        manifest = Manifest.parse((path / MANIFEST_NAME).read_bytes(), source=str(path / MANIFEST_NAME))
+        listed = listed_files((path / MANIFEST_NAME).read_bytes(), source=str(path / MANIFEST_NAME))
     except OSError as error:
         raise BundleError(f"{path / MANIFEST_NAME}: cannot be read: {error.strerror}") from None
-    foreign = sorted(present - {f.path for f in manifest.files} - {MANIFEST_NAME})
+    present = {p.relative_to(path).as_posix() for p in _files(path)}
+    foreign = sorted(present - listed - {MANIFEST_NAME})
     if foreign:
         raise BundleError(f"{path}: holds {foreign[0]}, which is no file of the engine: {advice}")
 
@@ -180,6 +198,33 @@ def _check_config(checkpoint: Path, config: ModelConfig) -> None:
         raise BundleError(
             f"{checkpoint / CONFIG_NAME}: differs from the config of the compiled model; compile from this checkpoint"
         )
+
+
+def _check_outside(path: Path, checkpoint: Path, copy_weights: bool) -> None:
+    """Refuse a checkpoint that would go with the engine that is replaced.
+
+    Only an engine's own weights folder may be saved onto itself, because the copy takes its place.
+    """
+    if Path(os.path.realpath(checkpoint)).is_relative_to(path):
+        if copy_weights:
+            return
+        raise BundleError(
+            f"{path}: holds the checkpoint {checkpoint}, which would go with the old engine; save with copy_weights"
+        )
+    for file in _checkpoint_files(checkpoint):
+        if Path(os.path.realpath(file)).is_relative_to(path):
+            raise BundleError(
+                f"{path}: holds {os.path.realpath(file)}, which {file} links to and which would go with the old "
+                "engine; choose another place"
+            )
+
+
+def _check_digests(source: Path, compiled: Sequence[CheckpointFile]) -> None:
+    found = {entry.name: entry for entry in checkpoint_digests(source)}
+    known = {entry.name: entry for entry in compiled}
+    for name in sorted(found.keys() | known.keys()):
+        if found.get(name) != known.get(name):
+            raise BundleError(f"{source / name}: has changed since the model was compiled; compile again")
 
 
 def _write_weights(folder: Path, contents: EngineContents) -> Path:
@@ -205,7 +250,7 @@ def _checkpoint_files(checkpoint: Path) -> list[Path]:
 
 def _checkpoint_entry(source: Path, folder: Path, path: Path) -> CheckpointEntry:
     inside = source.is_relative_to(folder)
-    files = [CheckpointFile.of(file) for file in _checkpoint_files(source)]
+    files = checkpoint_digests(source)
     if inside:
         return CheckpointEntry(inside=True, path=WEIGHTS_FOLDER, relative=None, files=files)
     absolute = os.path.realpath(source)
@@ -262,27 +307,6 @@ def _weights(parts: Sequence[PartContents]) -> list[WeightEntry]:
                 if found.setdefault(spec.source, entry) != entry:
                     raise BundleError(f"part {part.spec.name}: weight {spec.source} differs from another part's")
     return list(found.values())
-
-
-def _cache_entry(contents: EngineContents) -> CacheEntry:
-    layout, c = contents.layout, contents.config
-
-    def store(form: RecordFormat, dim: int) -> StoreEntry:
-        dtype = str(form.stored_dtype).removeprefix("torch.")
-        return StoreEntry(quantiser=form.quantiser, packed=form.packed, dtype=dtype, width=form.width(dim))
-
-    return CacheEntry(
-        page_size=layout.page_size,
-        lookahead=layout.lookahead,
-        store=contents.store,
-        kv_format=contents.kv_format,
-        latent=store(layout.latent, c.head_dim),
-        window=store(layout.window, c.head_dim),
-        index_key=store(layout.index_key, c.index_head_dim),
-        page_bytes=layout.page_bytes(),
-        bytes_per_token=layout.bytes_per_token(),
-        ring_bytes=layout.ring_bytes(),
-    )
 
 
 def _file_entry(folder: Path, file: Path) -> FileEntry:

@@ -24,8 +24,12 @@ def checked_path(root: Path, name: str) -> Path:
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name or name == ".":
         raise BundleError(f"{root}: file name {name!r} is not allowed; names are relative, inside the engine folder")
     path = root.joinpath(*pure.parts)
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise BundleError(f"{root}: {name} is a link to {path.resolve()}, outside the engine folder; copy the file")
+    try:
+        found = path.resolve()
+    except (OSError, RuntimeError):
+        raise BundleError(f"{root}: {name} is a link that leads nowhere; copy the file") from None
+    if not found.is_relative_to(root.resolve()):
+        raise BundleError(f"{root}: {name} is a link to {found}, outside the engine folder; copy the file")
     return path
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from precede.model.cache import CacheLayout, KVFormat, RecordFormat, Store
 from precede.model.config import ModelConfig
 
 from .errors import BundleError, EngineMismatch
@@ -256,6 +257,38 @@ def fingerprint(value: Any) -> str:
     """SHA-256 of a JSON value in canonical form: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def listed_files(data: bytes, *, source: str) -> set[str]:
+    """The files that a manifest of any schema version lists. Raises BundleError for a file that is no manifest."""
+    parsed = parse_json(data, source)
+    schema, files = (parsed.get(key) if isinstance(parsed, dict) else None for key in ("schema", "files"))
+    if isinstance(schema, str) and schema.startswith("precede.engine/") and isinstance(files, list):
+        paths = [entry.get("path") if isinstance(entry, dict) else None for entry in files]
+        return {path for path in paths if isinstance(path, str)}
+    raise BundleError(f"{source}: is no manifest of an engine; choose another place, or remove it yourself")
+
+
+def cache_entry(layout: CacheLayout, *, store: Store, kv_format: KVFormat) -> CacheEntry:
+    """What a manifest says of `layout`, which was made with `store` and `kv_format`."""
+    c = layout.config
+
+    def entry(form: RecordFormat, dim: int) -> StoreEntry:
+        dtype = str(form.stored_dtype).removeprefix("torch.")
+        return StoreEntry(quantiser=form.quantiser, packed=form.packed, dtype=dtype, width=form.width(dim))
+
+    return CacheEntry(
+        page_size=layout.page_size,
+        lookahead=layout.lookahead,
+        store=store,
+        kv_format=kv_format,
+        latent=entry(layout.latent, c.head_dim),
+        window=entry(layout.window, c.head_dim),
+        index_key=entry(layout.index_key, c.index_head_dim),
+        page_bytes=layout.page_bytes(),
+        bytes_per_token=layout.bytes_per_token(),
+        ring_bytes=layout.ring_bytes(),
+    )
 
 
 def config_values(config: ModelConfig) -> dict[str, Any]:

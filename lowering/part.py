@@ -26,6 +26,7 @@ is ever executed or imported; whoever builds a callable from it resolves every n
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -210,13 +211,22 @@ def references(value: Any) -> Iterator[str]:
 
 
 def parse_json(data: str | bytes, source: str) -> Any:
-    """Parse JSON text; a fault is a BundleError that names `source` and the line."""
+    """Parse JSON text with finite numbers; a fault is a BundleError that names `source`, and the line if known."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_constant=_refuse_number, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise BundleError(f"{source}: not JSON: {error.msg} at line {error.lineno}; save the engine again") from None
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{source}: not JSON: {error}; save the engine again") from None
+
+
+def _refuse_number(text: str) -> float:
+    raise ValueError(f"{shorten(text)} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
 
 
 def describe(error: ValidationError, data: Any) -> str:

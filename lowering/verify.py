@@ -11,17 +11,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from precede.model.cache import CacheLayout
 from precede.model.config import ModelConfig
-from precede.model.errors import PrecedeError
+from precede.model.errors import ConfigError, PrecedeError
 from precede.model.numerics import Numerics
 
 from .errors import BackendUnavailable, BundleError, EngineMismatch
 from .files import checked_path, sha256_file, sha256_head
-from .manifest import MANIFEST_NAME, CheckpointFile, FileEntry, Manifest, config_values, fingerprint
+from .manifest import MANIFEST_NAME, CheckpointFile, FileEntry, Manifest, cache_entry, config_values, fingerprint
 from .operators import resolve_operator
 from .part import PartSpec
 from .target import TARGETS
@@ -58,6 +59,8 @@ def read_bundle(path: str | Path, *, checkpoint: str | Path | None = None, full:
     _check_files(path, manifest, full)
     if manifest.target not in TARGETS:
         raise EngineMismatch(f"{path}: was built for target {manifest.target!r}, known are {', '.join(TARGETS)}")
+    if TARGETS[manifest.target].device != "cpu":
+        raise EngineMismatch(f"{path}: was built for target {manifest.target}, this version runs engines for cpu only")
     backends = {manifest.backend, *(p.backend for p in manifest.parts)}
     _check_torch(path, manifest.versions.torch, portable=backends == {"reference"})
     _check_backends(path, backends)
@@ -65,6 +68,7 @@ def read_bundle(path: str | Path, *, checkpoint: str | Path | None = None, full:
     config = _check_model(path, manifest)
     numerics = Numerics(**manifest.numerics.model_dump())
     layout = _check_layout(path, manifest, config, numerics)
+    _check_options(path, manifest, numerics)
     _check_weights(path, manifest, parts)
     found = _find_checkpoint(path, manifest, checkpoint)
     return Bundle(
@@ -201,18 +205,42 @@ def _check_layout(path: Path, manifest: Manifest, config: ModelConfig, numerics:
         kv_format=cache.kv_format,
         lookahead=cache.lookahead,
     )
-    for what, found, expected in (
-        ("page_bytes", layout.page_bytes(), cache.page_bytes),
-        ("ring_bytes", layout.ring_bytes(), cache.ring_bytes),
-        ("latent width", layout.latent.width(config.head_dim), cache.latent.width),
-        ("window width", layout.window.width(config.head_dim), cache.window.width),
-        ("index_key width", layout.index_key.width(config.index_head_dim), cache.index_key.width),
-    ):
-        if found != expected:
+    found = cache_entry(layout, store=cache.store, kv_format=cache.kv_format).model_dump()
+    for name, expected in cache.model_dump().items():
+        if found[name] != expected:
             raise EngineMismatch(
-                f"{path}: cache {what} is {expected} in the engine, {found} in this version; compile the engine again"
+                f"{path}: cache {name} is {expected} in the engine, {found[name]} by this version and the engine's "
+                "config and numerics; compile the engine again"
             )
     return layout
+
+
+def _check_options(path: Path, manifest: Manifest, numerics: Numerics) -> None:
+    """The manifest's own entries must be what its options ask for."""
+    entries: dict[str, Any] = {
+        "target": manifest.target,
+        "backend": manifest.backend,
+        "page_size": manifest.cache.page_size,
+        "kv_format": manifest.cache.kv_format,
+        "lookahead": manifest.cache.lookahead,
+    }
+    where = path / MANIFEST_NAME
+    options = manifest.options.values
+    for name, found in entries.items():
+        asked = options.get(name, found)
+        chosen = (name, asked) in (("target", "host"), ("backend", "auto"))
+        if asked != found and not chosen:
+            raise BundleError(f"{where}: {name} is {found!r}, its options say {asked!r}; compile the engine again")
+    if "numerics" in options:
+        try:
+            asked = Numerics.of(options["numerics"])
+        except ConfigError as error:
+            raise BundleError(f"{where}: its options: {error}") from None
+        if asked != numerics:
+            raise BundleError(
+                f"{where}: numerics are {numerics.describe()}, its options say {asked.describe()}; compile the engine "
+                "again"
+            )
 
 
 def _check_weights(path: Path, manifest: Manifest, parts: Mapping[str, PartSpec]) -> None:

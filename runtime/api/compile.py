@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from precede.lowering.bundle import EngineContents, PartContents, PassContents, write_bundle
+from precede.lowering.bundle import EngineContents, PartContents, PassContents, checkpoint_digests, write_bundle
 from precede.lowering.explain import explain
-from precede.lowering.manifest import Decision, PassMiss, PassReport, Refusal
+from precede.lowering.manifest import CheckpointFile, Decision, PassMiss, PassReport, Refusal
 from precede.lowering.part import PartSpec
 from precede.lowering.reference import serialise
 from precede.lowering.select import choose_backend, reference_decisions
 from precede.lowering.target import TARGETS, Target
 from precede.model.batch import StepBatch
 from precede.model.cache import CacheLayout, Caches, allocate
-from precede.model.checkpoint import load_checkpoint
+from precede.model.checkpoint import Checkpoint, load_checkpoint
 from precede.model.config import ModelConfig
 from precede.model.errors import PrecedeError
 from precede.model.transformer import Transformer
@@ -92,12 +92,13 @@ class CompiledModel:
         records: Mapping[str, PassRecord],
         part: PartSpec,
         directory: Path | None,
+        digests: Sequence[CheckpointFile] | None,
     ) -> None:
         self.options, self.target, self.backend = options, target, backend
         self.config, self.layout = model.config, layout
         self.graph, self.passes, self.part = graph, Passes(records), part
         self.decisions = tuple(decisions)
-        self.directory = directory
+        self.directory, self._digests = directory, digests
         self._model = model
 
     def __call__(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
@@ -149,8 +150,9 @@ class CompiledModel:
         """Write an engine folder, whole or not at all; an engine that is there is replaced.
 
         The folder points to the checkpoint directory, or holds a copy with `copy_weights`. Weights that exist in
-        memory only are written along in the published layout. Raises BundleError for a place that cannot be written,
-        CompileError for weights that are absent or that the published formats cannot hold exactly.
+        memory only are written along in the published layout. Raises BundleError for a place that cannot be written, or
+        a checkpoint that has changed since it was compiled, CompileError for weights that are absent or that the
+        published formats cannot hold exactly.
         """
         source: Path | Callable[[Path], None]
         if self.directory is not None:
@@ -174,6 +176,7 @@ class CompiledModel:
                 store="values",
                 parts=[PartContents(spec=self.part, backend=self.backend, text=self.graph.text())],
                 checkpoint=source,
+                digests=self._digests,
                 copy_weights=copy_weights,
                 passes=[_pass_contents(record) for record in self.passes.values()],
                 decisions=self.decisions,
@@ -199,8 +202,12 @@ def compile_model(
     target, backend, decisions = _choose(options)
     pipeline = _pipeline(options)
     directory: Path | None = None
+    digests: Sequence[CheckpointFile] | None = None
     if isinstance(model, str | Path):
-        directory = Path(model)
+        # Absolute, and digested before it is read: the process may go elsewhere, and the files may change.
+        directory = Path(model).absolute()
+        Checkpoint.open(directory)
+        digests = checkpoint_digests(directory) if directory.is_dir() else None
         model = load_checkpoint(directory, numerics, progress=progress)
     if not isinstance(model, Transformer):
         raise CompileError(f"a {type(model).__name__} cannot be compiled; give a checkpoint directory or a Transformer")
@@ -247,6 +254,7 @@ def compile_model(
         records=records,
         part=part,
         directory=directory,
+        digests=digests,
     )
 
 

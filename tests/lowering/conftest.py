@@ -77,7 +77,7 @@ def contents(part_data: dict[str, Any], checkpoint: Path) -> Callable[..., Engin
             "backend": backend,
             "config": config,
             "numerics": numerics,
-            "options": {"target": "cpu", "page_size": 16},
+            "options": {"target": "cpu", "page_size": 16, "numerics": "exact32"},
             "layout": CacheLayout.of(config, numerics, page_size=16),
             "kv_format": "auto",
             "store": "values",

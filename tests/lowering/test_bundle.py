@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from precede.lowering import bundle as home
-from precede.lowering.bundle import PartContents, read_bundle, write_bundle
+from precede.lowering.bundle import PartContents, checkpoint_digests, read_bundle, write_bundle
 from precede.lowering.errors import BundleError
 from precede.lowering.part import PartSpec
 from precede.model.config import preset_json
@@ -123,6 +123,29 @@ def test_saves_onto_itself(tmp_path, contents):
     read_bundle(path, full=True)
 
 
+@pytest.mark.parametrize("copy_weights", [False, True])
+def test_linked_weights_are_not_destroyed(tmp_path, contents, checkpoint, copy_weights):
+    path, linked = tmp_path / "e", tmp_path / "linked"
+    write_bundle(path, contents(copy_weights=True))
+    linked.mkdir()
+    for file in (path / "weights").iterdir():
+        (linked / file.name).symlink_to(file)
+    before = tree(tmp_path)
+    with pytest.raises(BundleError, match=r"e: holds .*, which .*linked.* links to"):
+        write_bundle(path, contents(checkpoint=linked, copy_weights=copy_weights))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("copy_weights", [False, True])
+def test_checkpoint_that_changed_since(tmp_path, contents, checkpoint, copy_weights):
+    digests = checkpoint_digests(checkpoint)
+    write_bundle(tmp_path / "same", contents(digests=digests, copy_weights=copy_weights))
+    save_file({"embed.weight": torch.ones(10, 4)}, checkpoint / "model.safetensors")
+    with pytest.raises(BundleError, match=r"model\.safetensors: has changed since the model was compiled"):
+        write_bundle(tmp_path / "e", contents(digests=digests, copy_weights=copy_weights))
+    assert not (tmp_path / "e").exists()
+
+
 def _file(path):
     path.write_text("mine")
 
@@ -145,6 +168,26 @@ def test_refuses_to_replace(tmp_path, contents, make):
     with pytest.raises(BundleError, match="precious"):
         write_bundle(path, contents())
     assert tree(tmp_path) == before
+
+
+def test_replaces_an_engine_of_another_schema(engine, contents):
+    file = engine / "manifest.json"
+    data = json.loads(file.read_text())
+    del data["cache"]
+    file.write_text(json.dumps({**data, "schema": "precede.engine/9"}))
+    write_bundle(engine, contents())
+    read_bundle(engine)
+
+
+def test_refuses_places_that_cannot_be_replaced(tmp_path, contents, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in (".", "..", "/"):
+        with pytest.raises(BundleError, match="is the current directory or holds it"):
+            write_bundle(place, contents())
+    for place, message in (("/proc/engine", "is in /proc"), ("/dev/shm", "is a mount point")):
+        if os.path.ismount(os.path.dirname(place) if "proc" in place else place):
+            with pytest.raises(BundleError, match=message):
+                write_bundle(place, contents())
 
 
 def test_refuses_to_replace_an_engine_with_foreign_files(engine, contents):
@@ -180,7 +223,7 @@ def test_disk_refuses(tmp_path, contents, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("step", ["_write_part", "_write_pass", "_file_entry", "_cache_entry"])
+@pytest.mark.parametrize("step", ["_write_part", "_write_pass", "_file_entry", "cache_entry"])
 def test_interrupted(tmp_path, contents, monkeypatch, error, there, step):
     if there:
         write_bundle(tmp_path / "e", contents())

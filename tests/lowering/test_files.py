@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 
@@ -33,6 +34,13 @@ def test_refuses_links_out(tmp_path):
     for name in ("file", "folder/secret"):
         with pytest.raises(BundleError, match="outside the engine folder"):
             checked_path(root, name)
+
+
+def test_refuses_a_link_to_itself(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    if sys.version_info < (3, 13):
+        with pytest.raises(BundleError, match="leads nowhere"):
+            checked_path(tmp_path, "loop")
 
 
 def test_header_digest_ignores_data(tmp_path):

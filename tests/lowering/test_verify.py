@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from precede.lowering.bundle import read_bundle, write_bundle
 from precede.lowering.errors import BackendUnavailable, BundleError, EngineMismatch
+from precede.lowering.manifest import fingerprint
 from precede.model.config import preset_json
 from precede.model.errors import ConfigError
 
@@ -59,6 +60,16 @@ def flip(name):
 
 def manifest(change):
     return lambda engine: edit(engine, change)
+
+
+def options(**values):
+    """Change the options and their fingerprint."""
+
+    def change(data):
+        data["options"]["values"].update(values)
+        data["options"]["fingerprint"] = fingerprint(data["options"]["values"])
+
+    return manifest(change)
 
 
 def listed_as(name):
@@ -128,6 +139,22 @@ FAULTS = {
     "config no model": (lambda e: replace(e, "config.json", b"{}"), ConfigError, "config.json"),
     "other cache size": (manifest(lambda m: m["cache"].update(page_bytes=1)), EngineMismatch, "page_bytes is 1"),
     "page size that splits groups": (manifest(lambda m: m["cache"].update(page_size=3)), ConfigError, "page_size = 3"),
+    "edited store": (manifest(lambda m: m["cache"]["latent"].update(quantiser="fp8")), EngineMismatch, "cache latent"),
+    "edited dtype": (manifest(lambda m: m["cache"]["window"].update(dtype="int8")), EngineMismatch, "cache window"),
+    "edited bytes": (manifest(lambda m: m["cache"].update(bytes_per_token=1.5)), EngineMismatch, "bytes_per_token"),
+    "edited numerics": (manifest(lambda m: m["numerics"].update(act_quant=True)), BundleError, "options say exact32"),
+    "edited sums": (
+        manifest(lambda m: m["numerics"].update(gemm_accumulate="float64")),
+        BundleError,
+        "options say exact32",
+    ),
+    "other options": (options(page_size=32), BundleError, "page_size is 16, its options say 32"),
+    "odd numerics": (options(numerics={}), BundleError, "is neither a preset"),
+    "GPU target": (manifest(lambda m: m.update(target="sm_90")), EngineMismatch, "for cpu only"),
+    "long integer": (rewrite("manifest.json", '{"a": ' + "9" * 5000 + "}"), BundleError, "not JSON"),
+    "deep": (rewrite("manifest.json", "[" * 100_000), BundleError, "not JSON"),
+    "NaN": (rewrite("manifest.json", '{"a": NaN}'), BundleError, "'NaN' is no JSON number"),
+    "infinity": (rewrite("manifest.json", '{"a": 1e999}'), BundleError, "'1e999' is no JSON number"),
     "weight not listed": (manifest(lambda m: m.update(weights=[])), BundleError, "embed.weight"),
     "weight of another shape": (other_weight_shape, BundleError, "[11, 4]"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from precede import CompileOptions, SamplingParams, StepBatch, StepRequest, load_engine
 from precede.compile import CompiledModel, CompileError, compile_config, compile_model
+from precede.lowering.errors import BundleError
 from precede.model.cache import Caches, allocate
 from precede.model.checkpoint import load_checkpoint
 from precede.model.config import ModelConfig
@@ -185,3 +187,23 @@ def test_verify_numerics_runs_the_graph_and_extra_passes_run_last(model: Transfo
     compiled = compile_model(model, options)
     assert list(compiled.passes) == ["canonicalize", "mega_gate", "last"]
     assert compiled.options.to_json()["extra_passes"] == ["last"]
+
+
+def test_a_compiled_directory_is_the_one_that_is_saved(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "ckpt")
+    monkeypatch.chdir(tmp_path)
+    compiled = compile_model("ckpt", OPTIONS)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert compiled.directory == tmp_path / "ckpt"
+    compiled.save(tmp_path / "engine")
+    assert load_engine(tmp_path / "engine").bundle.checkpoint == tmp_path / "ckpt"
+    file = next((tmp_path / "ckpt").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BundleError, match="has changed since the model was compiled"):
+        compiled.save(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
