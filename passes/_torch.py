@@ -31,9 +31,11 @@ __all__ = [
     "OpOverload",
     "dynamo_source",
     "empty_fake",
+    "empty_like_fake",
     "expression",
     "fake_mode",
     "guards",
+    "is_composite",
     "is_symbolic",
     "make_fx",
     "new_symbol",
@@ -76,6 +78,17 @@ def empty_fake(
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
 
+def empty_like_fake(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same sizes, strides and offset that shares nothing with anybody."""
+    offset = value.storage_offset()
+    if isinstance(offset, int) and offset == 0:
+        return empty_fake(mode, value.shape, value.stride(), value.dtype, value.device)
+    with mode, untraced():
+        extent = offset + 1 + sum(size * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        storage = torch.empty((extent,), dtype=value.dtype, device=value.device)
+        return storage.as_strided(value.shape, value.stride(), offset)
+
+
 def is_symbolic(value: object) -> bool:
     """Whether `value` is a symbolic size, flag or number."""
     return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
@@ -109,6 +122,11 @@ def guards(mode: FakeTensorMode) -> list[tuple[str, str]]:
             continue
         found.append((str(guard.expr), f"{filename}:{getattr(frame, 'lineno', '?')}"))
     return found
+
+
+def is_composite(target: Any) -> bool:
+    """Whether an op is written in other ops, for every backend alike."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def dynamo_source(node: fx.Node) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from . import _torch
-from .graph import Graph, alias_roots, erase_dead, is_pure, written_args
+from .graph import Graph, alias_roots, asks_copy, erase_dead, is_pure, written_args, written_roots
 from .manager import PassContext
 from .names import name_values
 
@@ -101,22 +101,17 @@ def _pair_collectives(graph: fx.Graph) -> None:
 
 def _drop_no_ops(graph: fx.Graph) -> None:
     roots = alias_roots(graph.nodes)
-    mutated = {roots[n] for node in graph.nodes for n in written_args(node)}
+    mutated = written_roots(graph.nodes, roots)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _VIEWS | _COPIES:
             continue
         source = node.args[0]
         if not isinstance(source, fx.Node) or not _same_layout(source.meta.get("val"), node.meta.get("val")):
             continue
-        if _copies(node) and (roots[source] in mutated or roots[node] in mutated):
+        if (node.target in _COPIES or asks_copy(node)) and (roots[source] | roots[node]) & mutated:
             continue
         node.replace_all_uses_with(source)
         graph.erase_node(node)
-
-
-def _copies(node: fx.Node) -> bool:
-    explicit = node.kwargs.get("copy") or (node.target is aten.to.dtype and len(node.args) > 3 and node.args[3])
-    return node.target in _COPIES or bool(explicit)
 
 
 def _same_layout(a: Any, b: Any) -> bool:
@@ -132,15 +127,16 @@ def _same_layout(a: Any, b: Any) -> bool:
 def _merge_equal(graph: fx.Graph) -> None:
     """Within a layer, or with a value of no layer: equal op, equal arguments, no write to what it reads in between."""
     roots = alias_roots(graph.nodes)
-    mutated = {roots[n] for node in graph.nodes for n in written_args(node)}
+    mutated = written_roots(graph.nodes, roots)
     epoch: dict[fx.Node, int] = defaultdict(int)
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         for argument in written_args(node):
-            epoch[roots[argument]] += 1
-        if not is_pure(node) or _unmergeable(node) or (roots[node] in mutated and roots[node].op != "placeholder"):
+            for root in roots[argument]:
+                epoch[root] += 1
+        if not is_pure(node) or _unmergeable(node) or any(r.op != "placeholder" for r in roots[node] & mutated):
             continue
-        reads = tuple(epoch[roots[a]] for a in node.all_input_nodes)
+        reads = tuple(sum(epoch[root] for root in roots[a]) for a in node.all_input_nodes)
         key = (node.target, _key(node.args), _key(node.kwargs), reads)
         for layer in dict.fromkeys((None, node.meta.get("layer"))):
             first = seen.get((layer, key))

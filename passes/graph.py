@@ -79,13 +79,13 @@ class Graph:
     def effects(self) -> dict[str, list[Access]]:
         """For each mutated input, by source, every op that touches it or a view of it, in order."""
         roots = alias_roots(self.fx.nodes)
-        mutated = {roots[n] for n in self.fx.nodes for n in written_args(n)}
+        mutated = written_roots(self.fx.nodes, roots)
         found: dict[str, list[Access]] = {n.meta["source"]: [] for n in self.placeholders() if n in mutated}
         for node in self.fx.nodes:
             if node.op != "call_function" or is_view(node):
                 continue
-            written = {roots[a] for a in written_args(node)}
-            for root in dict.fromkeys(roots[a] for a in node.all_input_nodes):
+            written = {r for a in written_args(node) for r in roots[a]}
+            for root in dict.fromkeys(r for a in node.all_input_nodes for r in roots[a]):
                 if root in mutated and root.op == "placeholder":
                     access = Access(op=op_name(node.target), node=node, writes=root in written)
                     found[root.meta["source"]].append(access)
@@ -209,7 +209,7 @@ def viewed_arg(node: fx.Node) -> fx.Node | None:
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         if isinstance(value, fx.Node):
             cast = node.target._opname == "to" and _dtype(value) != _dtype(node)
-            return None if cast else value
+            return None if cast or asks_copy(node) else value
     return None
 
 
@@ -225,26 +225,65 @@ def _viewed_positions(target: Any) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+def asks_copy(node: fx.Node) -> bool:
+    """Whether a call says `copy=True`, by keyword or by position."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "copy":
+            return bool(node.args[i] if i < len(node.args) else node.kwargs.get("copy"))
+    return False
+
+
+def _perhaps_viewed(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose storage the result may share although the schema does not say so (einsum, dropout, ...)."""
+    if node.op != "call_function" or not _hides_views(node.target):
+        return []
+    dtype = _dtype(node)
+    return [a for a in node.all_input_nodes if dtype is None or _dtype(a) in (None, dtype)]
+
+
+# Composites of which every result is new storage.
+_FRESH = {"linear", "matmul", "softmax", "log_softmax", "argsort", "where", "square"}
+
+
+@functools.cache
+def _hides_views(target: Any) -> bool:
+    """Whether an op is made of other ops, perhaps views, and its schema annotates nothing."""
+    if not isinstance(target, _torch.OpOverload) or target._opname in _FRESH:
+        return False
+    return _torch.is_composite(target) and all(a.alias_info is None for a in target._schema.arguments)
+
+
 def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(node.meta.get("val"), "dtype", None)
 
 
-def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each node the node whose storage it looks at: itself, unless it is a view. Any order of nodes will do."""
-    roots: dict[fx.Node, fx.Node] = {}
+Roots = Mapping[fx.Node, frozenset[fx.Node]]
+
+
+def alias_roots(nodes: Iterable[fx.Node]) -> Roots:
+    """For each node those whose storage it may look at: itself, unless it is a view. Any order of nodes will do."""
+    roots: dict[fx.Node, frozenset[fx.Node]] = {}
     for start in nodes:
-        trail: list[fx.Node] = []
-        node = start
-        while node not in roots:
+        pending = [start]
+        while pending:
+            node = pending[-1]
             source = node.args[0] if node.target is operator.getitem else viewed_arg(node)
-            if isinstance(source, fx.Node):
-                trail.append(node)
-                node = source
-            else:
-                roots[node] = node
-        for passed in trail:
-            roots[passed] = roots[node]
+            sure = isinstance(source, fx.Node)
+            sources = [source] if isinstance(source, fx.Node) else _perhaps_viewed(node)
+            unknown = [s for s in sources if s not in roots]
+            if unknown and node not in roots:
+                pending += unknown
+                continue
+            pending.pop()
+            roots[node] = frozenset().union(*(roots[s] for s in sources), () if sure else (node,))
     return roots
+
+
+def written_roots(nodes: Iterable[fx.Node], roots: Roots) -> set[fx.Node]:
+    """The nodes whose storage some op writes."""
+    return {root for n in nodes for a in written_args(n) for root in roots[a]}
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from . import _torch
 from .errors import RewriteError
-from .graph import Graph, alias_roots, erase_dead, is_view, written_args
+from .graph import Graph, alias_roots, erase_dead, is_view, written_roots
 from .names import name_values
 from .pattern import Match
 
@@ -143,11 +143,11 @@ def sort_stably(graph: Graph) -> None:
 def _accesses(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """For each mutated storage the nodes that touch it, in the present order."""
     roots = alias_roots(nodes)
-    mutated = {roots[a] for n in nodes for a in written_args(n)}
+    mutated = written_roots(nodes, roots)
     chains: dict[fx.Node, list[fx.Node]] = {root: [] for root in mutated}
     for node in nodes:
         if is_view(node):
             continue
-        for root in {roots[a] for a in node.all_input_nodes} & mutated:
+        for root in {r for a in node.all_input_nodes for r in roots[a]} & mutated:
             chains[root].append(node)
     return list(chains.values())

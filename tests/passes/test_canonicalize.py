@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from precede.model.ops.kv import write
@@ -73,6 +74,45 @@ def test_a_copy_of_what_is_written_later_stays() -> None:
     graph = cleaned(function, pool=("pages", 4, 8), rows=("T", 8), slots=("T", torch.int64), caches=("pool",))
     assert ops(graph)["clone"] == 1
     assert graph.run(torch.zeros(2, 4, 8), torch.ones(1, 8), torch.tensor([5])).sum() == -8
+
+
+def permuted(c: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("pij->pji", c)
+
+
+def kept(c: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(c, 0.0, False)
+
+
+def broadcast(c: torch.Tensor) -> torch.Tensor:
+    return torch.broadcast_tensors(c.new_ones(4), c)[1]
+
+
+@pytest.mark.parametrize("view", [permuted, kept, broadcast])
+def test_an_op_that_may_give_a_view_without_saying_so(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def function(c: torch.Tensor) -> torch.Tensor:
+        seen = view(c)
+        before = seen.exp()
+        c.mul_(0.5)
+        return before - seen.exp()
+
+    graph = cleaned(function, c=("pages", 4, 4))
+    c = torch.randn(3, 4, 4)
+    assert torch.equal(graph.run(c.clone()), function(c.clone()))
+    assert ops(graph)["exp"] == 2
+    assert [a.writes for a in graph.effects()["c"]][-3:] == [False, True, False]
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_an_asked_for_copy_of_what_is_written_later_stays(keyword: bool) -> None:
+    def function(c: torch.Tensor) -> torch.Tensor:
+        before = c.to("cpu", torch.float32, copy=True) if keyword else c.to("cpu", torch.float32, False, True)
+        c.mul_(0.5)
+        return before - c
+
+    graph = cleaned(function, c=("pages", 4))
+    assert torch.equal(graph.run(torch.ones(3, 4)), torch.full((3, 4), 0.5))
+    assert [a.writes for a in graph.effects()["c"]] == [False, True, False]
 
 
 def test_buffers_written_in_place_stay_apart() -> None:
