@@ -156,7 +156,7 @@ class Modules:
                 continue
             new = mapping.get(node, node)
             if new not in given:
-                fresh = _torch.empty_fake(self.mode, value.shape, value.stride(), value.dtype, value.device)
+                fresh = _torch.empty_like_fake(self.mode, value)
                 _torch.track(fresh, new)
                 given[new] = fresh
             results.append(given[new])

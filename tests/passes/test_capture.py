@@ -215,6 +215,35 @@ def test_a_template_must_be_given_what_it_reads(tiny: Captured) -> None:
         capture(_GreedyModel(), tiny.batch, Caches([], [], [], []))
 
 
+class _Tail(nn.Module):
+    template_kind = "tail"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight)[:, 1:]
+
+
+class _Tails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tails = nn.ModuleList([_Tail(), _Tail()])
+
+    def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
+        x = batch.token_ids.float().unsqueeze(-1).expand(-1, 64)
+        parts = [tail(x) for tail in self.tails]
+        return torch.cat([part.as_strided(part.shape, part.stride(), part.storage_offset()) for part in parts])
+
+
+def test_a_copied_template_keeps_the_offset_of_its_result(tiny: Captured) -> None:
+    model = _Tails()
+    caches = Caches([], [], [], [])
+    graph = capture(model, tiny.batch, caches)
+    assert torch.equal(graph.run(*flat_inputs(model, tiny.batch, caches)), model(tiny.batch, caches))
+
+
 def test_layer_of() -> None:
     assert layer_of("layers.3.ffn.gate") == 3
     assert layer_of("layers.12") == 12
