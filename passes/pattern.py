@@ -7,8 +7,9 @@
     found.misses[0].reason                              at sqrt: want aten.sqrt.default, got aten.softmax.int
 
 A scalar is traced with two values; literals that follow it become holes, also `k + 3` or `2 * k`; a third value checks
-that they follow it in a line. Sizes named in `dynamic` fit any size, static or symbolic, the same everywhere. `add` and `mul` commute. A value inside the pattern
-must not be used outside, unless it is a constant of the pattern or a mere cast or view of an input.
+that they follow it in a line. Sizes named in `dynamic` fit any size, static or symbolic, the same everywhere. `add` and
+`mul` commute. A value inside the pattern must not be used outside, unless it is a constant of the pattern or a mere
+cast or view of an input. What the pattern reads must not be written between its ops.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import fx
 from . import _torch
 from .canonicalize import simplify
 from .errors import PatternError
-from .graph import Graph, describe, expression_text, is_pure, op_name
+from .graph import Graph, alias_roots, describe, expression_text, is_pure, op_name, written_args
 from .names import names_of
 from .sizes import unify_sizes
 
@@ -264,6 +265,10 @@ class _Search:
 
     def __init__(self, pattern: Pattern, graph: Graph, names: Mapping[fx.Node, str]) -> None:
         self.pattern, self.graph, self.names = pattern, graph, names
+        self.roots = alias_roots(graph.fx.nodes)
+        self.writers = [
+            (n, {r for a in written for r in self.roots[a]}) for n in graph.fx.nodes if (written := written_args(n))
+        ]
 
     def at(self, anchor: fx.Node, node: fx.Node) -> Match | Miss:
         """Match with `anchor` standing for `node`: arguments first, then forward through users."""
@@ -272,7 +277,7 @@ class _Search:
         if miss is None:
             miss = self._grow(state)
         if miss is None:
-            miss = self._sizes(state) or self._leaks(state)
+            miss = self._sizes(state) or self._leaks(state) or self._torn(state)
         if miss is not None:
             return Miss(
                 at=miss.at, want=miss.want, got=miss.got, node=self.names.get(node, node.name), depth=len(state.nodes)
@@ -430,6 +435,25 @@ class _Search:
             if outside is not None:
                 return Miss(
                     at=op_name(n.target), want="no use outside the pattern", got=f"used by {self._show(outside)}"
+                )
+        return None
+
+    def _torn(self, state: _State) -> Miss | None:
+        """Whether a foreign op writes what the pattern reads, between the pattern's first op and its last."""
+        p = self.pattern
+        inside = {state.nodes[n] for n in p.interior}
+        shareable = {state.nodes[n] for n in p.shareable}
+        written = {root for _, roots in self.writers for root in roots}
+        reading = [(n, r) for n in inside for a in n.all_input_nodes for r in self.roots[a] & written]
+        read = {r for _, r in reading}
+        first, last = min((inside - shareable) | {n for n, _ in reading}), max(inside)
+        for writer, roots in self.writers:
+            if writer not in inside and roots & read and first < writer < last:
+                at = next(n for n in p.interior if any(m is state.nodes[n] and r in roots for m, r in reading))
+                return Miss(
+                    at=op_name(at.target),
+                    want="no write between the pattern's ops to what it reads",
+                    got=f"written by {self._show(writer)}",
                 )
         return None
 

@@ -2,7 +2,7 @@
 
 FX's own lint knows argument order and nothing else: a cache write moved behind the read that needs it passes. Here the
 accesses to each mutated input are compared with those before the pass: the same alternation of reads and writes, and
-each surviving access between the same writes.
+each surviving access between the same writes, each new one in place of one that was between them.
 """
 
 from __future__ import annotations
@@ -123,6 +123,11 @@ def _moved(before: State, after: State) -> str:
         now_epoch = after.epochs.get((source, name), epoch)
         if now_epoch != epoch:
             return f"%{name} touched {source} after {epoch} writes, now after {now_epoch}"
+    gone = {(source, epoch) for (source, name), epoch in before.epochs.items() if (source, name) not in after.epochs}
+    named = {source for source, _ in before.epochs}
+    for (source, name), epoch in after.epochs.items():
+        if source in named and (source, name) not in before.epochs and (source, epoch) not in gone:
+            return f"%{name} touches {source} after {epoch} writes, in place of no access that was there"
     return ""
 
 

@@ -193,6 +193,29 @@ def test_literals_that_bend_are_refused() -> None:
             Pattern(function, tensors={"x": TensorSpec(shape=(4,))}, scalars=scalars)
 
 
+def test_a_match_around_a_write_is_a_miss() -> None:
+    def pair(c: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(c) + 1.0
+
+    def torn(c: torch.Tensor) -> torch.Tensor:
+        before = torch.sigmoid(c)
+        c.mul_(0.5)
+        return before + 1.0
+
+    def whole(c: torch.Tensor) -> torch.Tensor:
+        before = torch.sigmoid(c) + 1.0
+        c.mul_(0.5)
+        return before - c
+
+    pattern = Pattern(pair, tensors={"c": TensorSpec(shape=(4,))})
+    assert len(find(pattern, whole, c=(4,)).matches) == 1
+    found = find(pattern, torn, c=(4,))
+    assert found.matches == ()
+    assert found.misses[0].reason == (
+        "at sigmoid: want no write between the pattern's ops to what it reads, got written by %mul"
+    )
+
+
 @pytest.mark.parametrize("function", [lambda x: x, lambda x: x[:]])
 def test_a_pattern_without_ops_is_refused(function: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(PatternError, match="has no op to look for"):

@@ -12,6 +12,7 @@ from precede.passes.graph import Graph, erase_dead
 from precede.passes.verify import State, verify
 
 from .conftest import Captured
+from .graphs import graph_of
 
 aten = torch.ops.aten
 
@@ -113,6 +114,26 @@ def test_a_read_may_not_move_between_epochs_even_if_the_alternation_stays(tiny: 
         VerifyError, match=r"%(L1\.store\.index_select|extra) touched cache\.window\.1 after \d writes, now"
     ):
         verify(graph, "swap", before)
+
+
+def test_a_read_may_not_move_behind_a_write_under_another_name() -> None:
+    def function(c: torch.Tensor) -> torch.Tensor:
+        first, moved = c.sin(), torch.sigmoid(c)
+        c.mul_(0.5)
+        return first + (moved + 1.0) + c.cos()
+
+    graph = graph_of(function, c=(4,))
+    before = State.of(graph)
+    old = graph.node("add")
+    with graph.fx.inserting_before(old):
+        new = graph.fx.call_function(aten.sigmoid.default, (graph.node("c"),))
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    graph.fx.erase_node(old)
+    erase_dead(graph.fx)
+    assert State.of(graph).alternation == before.alternation
+    with pytest.raises(VerifyError, match=r"%add touches c after 1 writes, in place of no access that was there"):
+        verify(graph, "fuse", before)
 
 
 def test_a_clean_graph_passes(tiny: Captured) -> None:
