@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+# Before torch starts its pool: tests run in two processes, and so do the commands that they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
