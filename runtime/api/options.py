@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from precede.model.errors import PrecedeError
+from precede.model.errors import PrecedeError, shown
 
 if TYPE_CHECKING:
     from precede.model.numerics import Numerics
@@ -80,31 +81,44 @@ class CompileOptions:
 
         for name, accepted in CHOICES.items():
             value = getattr(self, name)
-            if value not in accepted:
-                raise OptionsError(f"{name} = {value!r}; choose one of {', '.join(accepted)}")
+            if not isinstance(value, str) or value not in accepted:
+                raise OptionsError(f"{name} = {shown(value)}; choose one of {', '.join(accepted)}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise OptionsError(f"{name} = {value!r}; it takes an integer of at least {least}")
+                raise OptionsError(f"{name} = {shown(value)}; it takes an integer of at least {least}")
         for name in ("swa_bounded_replay", "allow_misses"):
             if not isinstance(getattr(self, name), bool):
-                raise OptionsError(f"{name} = {getattr(self, name)!r}; it takes True or False")
-        if isinstance(self.disable, str) or not all(isinstance(n, str) for n in self.disable):
-            raise OptionsError(f"disable = {self.disable!r}; it takes a collection of pass names")
+                raise OptionsError(f"{name} = {shown(getattr(self, name))}; it takes True or False")
+        names = not isinstance(self.disable, str) and isinstance(self.disable, Collection)
+        if not names or not all(isinstance(n, str) for n in self.disable):
+            raise OptionsError(f"disable = {shown(self.disable)}; it takes a collection of pass names")
         if self.stop_after is not None and not isinstance(self.stop_after, str):
-            raise OptionsError(f"stop_after = {self.stop_after!r}; it takes the name of a pass")
+            raise OptionsError(f"stop_after = {shown(self.stop_after)}; it takes the name of a pass")
         if not isinstance(self.quantize, Mapping):
-            raise OptionsError(f"quantize = {self.quantize!r}; it takes a mapping from name pattern to format")
+            raise OptionsError(f"quantize = {shown(self.quantize)}; it takes a mapping from name pattern to format")
         for name, (only, reason) in ONLY.items():
             value = getattr(self, name)
             if value != only:
-                raise OptionsError(f"{name} = {value!r} is not implemented: {reason}; leave it at {only!r}")
+                raise OptionsError(f"{name} = {shown(value)} is not implemented: {reason}; leave it at {only!r}")
+        if not isinstance(self.extra_passes, list | tuple):
+            raise OptionsError(f"extra_passes = {shown(self.extra_passes)}; it takes a list of passes")
         for extra in self.extra_passes:
-            if not isinstance(getattr(extra, "name", None), str) or not callable(getattr(extra, "run", None)):
-                raise OptionsError(f"extra_passes holds {extra!r}, which has no name and run(graph, context)")
+            methods = all(callable(getattr(extra, method, None)) for method in ("run", "expects"))
+            if not isinstance(getattr(extra, "name", None), str) or not methods or isinstance(extra, type):
+                raise OptionsError(
+                    f"extra_passes holds {shown(extra)}, which has no name, expects(graph, context) and "
+                    "run(graph, context)"
+                )
+            if getattr(extra, "numerics", None) not in ("exact", "tolerance"):
+                raise OptionsError(f"extra pass {extra.name!r} has no numerics; give it 'exact' or 'tolerance'")
+            if not re.fullmatch(r"\w[\w.-]*", extra.name):
+                raise OptionsError(
+                    f"extra pass {extra.name!r} has a name that cannot name its files; use letters, digits, _ . and -"
+                )
         if not isinstance(self.numerics, str | tuple | list):
             raise OptionsError(
-                f"numerics = {self.numerics!r}; it takes a preset's name or (compute, kv_quant, act_quant)"
+                f"numerics = {shown(self.numerics)}; it takes a preset's name or (compute, kv_quant, act_quant)"
             )
         Numerics.of(self.numerics)
         object.__setattr__(self, "disable", tuple(sorted(set(self.disable))))

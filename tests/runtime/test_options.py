@@ -22,6 +22,12 @@ class Extra:
         return None
 
 
+def named(name: str) -> Extra:
+    extra = Extra()
+    extra.name = name
+    return extra
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -46,7 +52,18 @@ class Extra:
         ({"verify": "all"}, "verify = 'all'; choose one of off, structure, numerics"),
         ({"disable": "mega_gate"}, "disable = 'mega_gate'; it takes a collection"),
         ({"stop_after": 3}, "stop_after = 3; it takes the name of a pass"),
-        ({"extra_passes": (SimpleNamespace(),)}, "has no name and run"),
+        ({"extra_passes": (SimpleNamespace(),)}, "has no name, expects"),
+        ({"extra_passes": (SimpleNamespace(name="p", run=print),)}, "has no name, expects"),
+        ({"extra_passes": (SimpleNamespace(name="p", run=print, expects=print),)}, "extra pass 'p' has no numerics"),
+        ({"extra_passes": (Extra,)}, "has no name, expects"),
+        ({"extra_passes": (named("../escaped"),)}, "a name that cannot name its files"),
+        ({"extra_passes": (named("a/b"),)}, "a name that cannot name its files"),
+        ({"extra_passes": (named(""),)}, "a name that cannot name its files"),
+        ({"extra_passes": 5}, "extra_passes = 5; it takes a list of passes"),
+        ({"disable": None}, "disable = None; it takes a collection"),
+        ({"disable": [3]}, r"disable = \[3\]; it takes a collection"),
+        ({"target": ["cpu"]}, r"target = \['cpu'\]; choose one of"),
+        ({"page_size": -(10**5000)}, "page_size = a int that cannot be printed; it takes"),
         ({"allow_misses": 1}, "allow_misses = 1; it takes True or False"),
     ],
 )
