@@ -99,7 +99,17 @@ def load_engine(
         raise EngineMismatch(
             f"{path}: has parts {', '.join(bundle.parts)}, this version runs engines of one part, {MAIN}"
         )
+    _check_logits(path, bundle)
     program = Program(bundle.parts[MAIN])
     model = load_checkpoint(bundle.checkpoint, bundle.numerics, progress=progress)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Engine(bundle, program.bind({name: tensor.detach() for name, tensor in weights.items()}))
+
+
+def _check_logits(path: str | Path, bundle: Bundle) -> None:
+    outputs, vocab = bundle.parts[MAIN].outputs, bundle.config.vocab_size
+    if [(o.dtype, len(o.shape), o.shape[-1:]) for o in outputs] != [("float32", 2, [vocab])]:
+        found = ", ".join(f"{o.dtype}[{', '.join(map(str, o.shape))}]" for o in outputs) or "nothing"
+        raise EngineMismatch(
+            f"{path}: part {MAIN} gives {found}, an engine gives logits float32[L, {vocab}]; compile the engine again"
+        )

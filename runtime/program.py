@@ -18,9 +18,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from precede.lowering.errors import EngineMismatch
-from precede.lowering.part import InputSpec, PartSpec
+from precede.lowering.part import InputSpec, OutputSpec, PartSpec
 from precede.model.batch import StepBatch
 from precede.model.cache import Caches
+from precede.model.errors import PrecedeError
 
 from .program_check import check_part
 from .program_profile import Profile, profile_step
@@ -80,17 +81,28 @@ class BoundProgram:
                     self._sizes.setdefault(size, (get, dim))
 
     def __call__(self, caches: Caches, batch: StepBatch) -> Any:
-        """One step, without gradients. Raises EngineMismatch if caches or batch do not fit the part's inputs."""
-        if self.check != "never":
-            self._check_step(caches, batch)
+        """One step, without gradients.
+
+        Raises EngineMismatch if caches or batch do not fit the part's inputs, an operator refuses its arguments, or the
+        results are not those declared.
+        """
+        sizes = self._check_step(caches, batch) if self.check != "never" else None
         try:
             with torch.inference_mode():
                 result = self._run(caches, batch)
+        except (PrecedeError, MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             node = self.program.source.failed_node(error)
-            if node is not None:
-                error.add_note(f"in {self._where}, node {node.name} = {node.target}")
-            raise
+            if node is None:
+                raise
+            text = str(error).strip() or type(error).__name__
+            raise EngineMismatch(
+                f"{self._where}, node {node.name} = {node.target}: {text.splitlines()[0]}; compile the engine again, "
+                "or free memory if that is what is short"
+            ) from error
+        if sizes is not None:
+            self._check_result(result, sizes)
         # A tensor made in inference mode refuses changes in place for ever; the caller's own copy does not.
         return pytree.tree_map_only(torch.Tensor, torch.clone, result)
 
@@ -117,11 +129,12 @@ class BoundProgram:
             device = device or tensor.device
         return device or torch.device("cpu")
 
-    def _check_step(self, caches: Caches, batch: StepBatch) -> None:
+    def _check_step(self, caches: Caches, batch: StepBatch) -> dict[str, int] | None:
+        """The sizes of the step; None for sizes that were checked before."""
         sizes = {name: get(caches, batch).shape[dim] for name, (get, dim) in self._sizes.items()}
         key = tuple(sizes.values())
         if self.check == "first" and key in self._seen:
-            return
+            return None
         for spec, get in self._inputs:
             _check_tensor(get(caches, batch), spec, sizes, self._where)
         for name, size in sizes.items():
@@ -129,7 +142,13 @@ class BoundProgram:
             if size < low or (high is not None and size > high):
                 bounds = f"at least {low}" if high is None else f"{low} to {high}"
                 raise EngineMismatch(f"{self._where}: {name} is {size}, the engine was built for {bounds}")
-        self._seen.add(key)
+        return sizes
+
+    def _check_result(self, result: Any, sizes: Mapping[str, int]) -> None:
+        outputs = self.program.part.outputs
+        for spec, tensor in zip(outputs, result if len(outputs) > 1 else (result,), strict=True):
+            _check_tensor(tensor, spec, sizes, f"{self._where}, output")
+        self._seen.add(tuple(sizes.values()))
 
 
 def _getter(source: str) -> _Getter:
@@ -151,15 +170,16 @@ def _getter(source: str) -> _Getter:
     return get
 
 
-def _check_tensor(tensor: torch.Tensor, spec: InputSpec, sizes: Mapping[str, int], where: str) -> None:
+def _check_tensor(tensor: torch.Tensor, spec: InputSpec | OutputSpec, sizes: Mapping[str, int], where: str) -> None:
     expected = tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype == spec.dtype and tensor.shape == expected:
         return
     known = "".join(f", {name} = {sizes[name]}" for name in dict.fromkeys(spec.shape) if isinstance(name, str))
     found = f"{dtype}[{', '.join(str(d) for d in tensor.shape)}]"
-    raise EngineMismatch(f"{where}: {spec.source} is {found}, the engine expects {_show(spec)}{known}")
+    name = spec.source if isinstance(spec, InputSpec) else spec.name
+    raise EngineMismatch(f"{where}: {name} is {found}, the engine expects {_show(spec)}{known}")
 
 
-def _show(spec: InputSpec) -> str:
+def _show(spec: InputSpec | OutputSpec) -> str:
     return f"{spec.dtype}[{', '.join(str(d) for d in spec.shape)}]"

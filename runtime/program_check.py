@@ -20,6 +20,7 @@ Kind = Literal["tensor", "int", "none", "list"] | int
 BATCH_FIELDS = frozenset(f.name for f in fields(StepBatch))
 CACHE_STORES = frozenset(f.name for f in fields(Caches))
 
+SIZE = "aten.sym_size.int"
 _SCHEMA_TAGS = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format", "Device": "device"}
 
 
@@ -29,6 +30,7 @@ def check_part(part: PartSpec) -> dict[str, torch._ops.OpOverload]:
     Raises BundleError naming part, node and what is expected.
     """
     kinds: dict[str, Kind] = {}
+    ranks: dict[str, int] = {}
     sources: dict[str, str] = {}
     operators: dict[str, torch._ops.OpOverload] = {}
     for spec in part.inputs:
@@ -39,6 +41,7 @@ def check_part(part: PartSpec) -> dict[str, torch._ops.OpOverload]:
         if spec.source in sources:
             raise BundleError(f"{where}: source {spec.source!r} is already input {sources[spec.source]}")
         kinds[spec.name] = "tensor"
+        ranks[spec.name] = len(spec.shape)
         sources[spec.source] = spec.name
     later = {node.name for node in part.nodes}
     for node in part.nodes:
@@ -56,15 +59,26 @@ def check_part(part: PartSpec) -> dict[str, torch._ops.OpOverload]:
         else:
             op = resolve_operator(node.target, where)
             _check_call(op, node, kinds, where)
+            if node.target == SIZE:
+                _check_size(node, ranks, where)
             operators[node.name] = op
             kind = _result_kind(op, where)
         kinds[node.name] = _check_declared(node, kind, where)
+        if kinds[node.name] == "tensor" and node.shape is not None:
+            ranks[node.name] = len(node.shape)
+    measured = {d for spec in part.inputs for d in spec.shape if isinstance(d, str)}
     if not part.outputs:
         raise BundleError(f"part {part.name}: has no outputs")
     for output in part.outputs:
         if kinds.get(output.name) != "tensor":
             found = f"is {_words(kinds[output.name])}" if output.name in kinds else "is not defined"
             raise BundleError(f"part {part.name}: output {output.name} {found}; an output is a tensor")
+        odd = next((d for d in output.shape if isinstance(d, str) and d not in measured), None)
+        if odd is not None:
+            raise BundleError(
+                f"part {part.name}, output {output.name}: size {odd!r} is no size of a batch or cache input; "
+                f"expected integers or {', '.join(sorted(measured))}"
+            )
     return operators
 
 
@@ -104,6 +118,14 @@ def _check_arithmetic(node: NodeSpec, kinds: Mapping[str, Kind], where: str) -> 
             f"{where}: expected {count} sizes (integers or references to sizes), got {shorten(node.args)}"
         )
     return "int"
+
+
+def _check_size(node: NodeSpec, ranks: Mapping[str, int], where: str) -> None:
+    if len(node.args) == 2 and not node.kwargs and _is_reference(node.args[0]):
+        rank, dim = ranks.get(node.args[0]["ref"]), node.args[1]
+        if rank is not None and type(dim) is int and -rank <= dim < rank:
+            return
+    raise BundleError(f"{where}: expected (reference to a tensor, one of its dimensions), got {shorten(node.args)}")
 
 
 def _check_call(op: torch._ops.OpOverload, node: NodeSpec, kinds: Mapping[str, Kind], where: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from precede.lowering.part import GETITEM, NodeSpec, PartSpec, references
 
 from .program_calls import quick_call
+from .program_check import SIZE
 
 _ARITHMETIC = {
     "sym.add": "{} + {}",
@@ -149,7 +150,7 @@ class _Writer:
             return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         if node.target in _ARITHMETIC:
             return _ARITHMETIC[node.target].format(*(self._value(a) for a in node.args))
-        if node.target == "aten.sym_size.int" and not node.kwargs:
+        if node.target == SIZE:
             return f"{self._value(node.args[0])}.size({self._value(node.args[1])})"
         op = self.operators[node.name]
         quick = quick_call(node)

@@ -1,5 +1,7 @@
 """A loaded engine: what it tells, and what it refuses."""
 
+import hashlib
+import json
 import shutil
 
 import pytest
@@ -64,3 +66,24 @@ def test_a_saved_engine_answers_questions(tiny_engine):
     assert "precede.mega_gate" in saved.diff("mega_gate")
     with pytest.raises(InspectionError, match="no pass 'x' ran; there are canonicalize, mega_gate"):
         saved.diff("x")
+
+
+@pytest.mark.parametrize("change", ["twice", "width", "dtype"])
+def test_an_engine_gives_logits_only(tiny_engine, tmp_path, change):
+    engine = tmp_path / "engine"
+    shutil.copytree(tiny_engine, engine)
+    part, manifest = (json.loads((engine / name).read_text()) for name in ("parts/main.json", "manifest.json"))
+    output = part["outputs"][0]
+    manifest["checkpoint"]["relative"] = None
+    if change == "twice":
+        part["outputs"] = [output, output]
+    else:
+        output.update({"shape": [output["shape"][0], 7]} if change == "width" else {"dtype": "bfloat16"})
+    manifest["parts"][0]["outputs"] = part["outputs"]
+    data = json.dumps(part).encode()
+    (engine / "parts/main.json").write_bytes(data)
+    entry = next(f for f in manifest["files"] if f["path"] == "parts/main.json")
+    entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    (engine / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(EngineMismatch, match="an engine gives logits float32"):
+        load_engine(engine)

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import re
 import sys
 import weakref
 from typing import Any
@@ -169,7 +170,7 @@ def test_strings_stay_data():
     data = part(ROWS, node("out", "aten.div.Tensor_mode", ref("rows"), 2, rounding_mode=evil))
     program = Program.from_json(data)
     assert "import" not in program.source.text
-    with pytest.raises(RuntimeError, match="rounding_mode"):
+    with pytest.raises(EngineMismatch, match="rounding_mode"):
         program({"embed.weight": WEIGHT}, caches(), batch_of(2))
 
 
@@ -182,9 +183,49 @@ def test_no_gradients():
 
 def test_failing_node_is_named():
     data = part(ROWS, node("wrong", "aten.view.default", ref("rows"), [7, 7]), OUT)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(
+        EngineMismatch, match=r"part main, node wrong = aten\.view\.default: shape '\[7, 7\]'"
+    ) as caught:
         run(data)
-    assert caught.value.__notes__ == ["in part main, node wrong = aten.view.default"]
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([size("s", "sym.floordiv", 1, 0), OUT], "node s = sym.floordiv: "),
+        ([node("s", "aten.zeros.default", [10**30]), OUT], "node s = aten.zeros.default: "),
+        ([node("s", "aten.zeros.default", [2**60]), OUT], "node s = aten.zeros.default: "),
+        ([node("s", "aten.unsqueeze.default", ref("rows"), 9), OUT], "node s = aten.unsqueeze.default: Dimension out"),
+    ],
+)
+def test_what_torch_refuses_names_the_node(nodes, message):
+    if nodes[0]["name"] == "s" and nodes[0]["dtype"] == "int":
+        nodes = [nodes[0], node("z", "aten.zeros.default", [ref("s")]), *nodes[1:]]
+    with pytest.raises(EngineMismatch, match=re.escape(message)) as caught:
+        run(part(ROWS, *nodes))
+    assert "\n" not in str(caught.value)
+
+
+def test_results_are_those_declared():
+    for shape, dtype in ((("T", 5), F32), ((4, 4), F32), (("T",), F32), (("T", 4), "bfloat16")):
+        step = Program.from_json(part(ROWS, OUT, shape=shape, dtype=dtype)).bind({"embed.weight": WEIGHT})
+        for _ in range(2):
+            with pytest.raises(EngineMismatch, match=r"part main, output: out is float32\[3, 4\], the engine expects"):
+                step(caches(), batch_of(3))
+
+
+def test_output_sizes_must_be_measured():
+    with pytest.raises(
+        BundleError, match=r"output out: size 'Q' is no size of a batch or cache input; .*integers or T"
+    ):
+        Program.from_json(part(ROWS, OUT, shape=("Q", 4)))
+
+
+@pytest.mark.parametrize("args", [(5, 0), (1.5, 0), (ref("rows"), 2), (ref("rows"), -3), (ref("rows"), 10**30)])
+def test_sizes_are_of_tensors(args):
+    with pytest.raises(BundleError, match=r"node s = aten\.sym_size\.int: expected \(reference to a tensor, one of"):
+        Program.from_json(part(ROWS, size("s", "aten.sym_size.int", *args), OUT))
 
 
 FAULTS = [
