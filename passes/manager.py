@@ -6,12 +6,13 @@ The manager times, verifies and snapshots, so that passes only rewrite.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 
@@ -21,6 +22,7 @@ from precede.model.numerics import Numerics
 from .diff import Diff, diff
 from .errors import PassError
 from .graph import Graph
+from .names import name_values
 from .text import Snapshot
 from .verify import State, effects_kept, verify
 
@@ -34,6 +36,7 @@ Tier = Literal["exact", "tolerance"]
 class Pass(Protocol):
     """One rewriting of a graph, in place.
 
+    name       lower-case letters, digits and _, beginning with a letter; files of an engine are called so
     numerics   "exact" keeps every bit of the result on the reference backend; "tolerance" may sum in another order
     """
 
@@ -132,10 +135,11 @@ def run_passes(
 ) -> dict[str, PassRecord]:
     """Run the passes in order on `graph`, in place; records by pass name.
 
-    Raises PassError for an unknown name in `disable` or `stop_after`, for fewer or more matches than a pass expects
-    (unless `allow_misses`), and, at verify level "numerics", for an exact pass that changes a bit; VerifyError for an
-    illegal graph.
+    Raises PassError for a pass that lacks a part or is named oddly, for an unknown name in `disable` or `stop_after`,
+    for fewer or more matches than a pass expects (unless `allow_misses`), and, at verify level "numerics", for an exact
+    pass that changes a bit; VerifyError for an illegal graph. Values that no pass named have names afterwards.
     """
+    check_passes(pipeline)
     names = [p.name for p in pipeline]
     for name in [*disable, *([stop_after] if stop_after else [])]:
         if name not in names:
@@ -156,7 +160,25 @@ def run_passes(
                 result = _compare(rewriting, result, _evaluate(graph, context))
         if rewriting.name == stop_after:
             break
+    name_values(graph.fx)
     return records
+
+
+def check_passes(pipeline: Sequence[Pass]) -> None:
+    """Raise PassError for a pass without one of its four parts, or with a name that is no identifier."""
+    for rewriting in pipeline:
+        for part in ("name", "numerics", "expects", "run"):
+            value = getattr(rewriting, part, None)
+            if value is None or (part in ("expects", "run") and not callable(value)):
+                raise PassError(
+                    f"the pass {getattr(rewriting, 'name', None) or rewriting!r} has no {part}; a pass needs name, "
+                    "numerics, expects(graph, context) and run(graph, context)"
+                )
+        name = rewriting.name
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            raise PassError(f"a pass is named {name!r}; a name is lower-case letters, digits and _, as in mega_gate")
+        if rewriting.numerics not in get_args(Tier):
+            raise PassError(f"{name} has numerics {rewriting.numerics!r}; it is 'exact' or 'tolerance'")
 
 
 def _run_one(
@@ -167,6 +189,7 @@ def _run_one(
     nodes, ops = len(graph.fx.nodes), graph.op_counts()
     start = time.perf_counter()
     rewriting.run(graph, context)
+    name_values(graph.fx)
     seconds = time.perf_counter() - start
     after = State.of(graph) if level == "off" else verify(graph, rewriting.name, state)
     record = PassRecord(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from precede.passes.graph import Graph
 from precede.passes.manager import PassContext, Tier, run_passes
 from precede.passes.pattern import Miss
 from precede.passes.pipeline import PIPELINE, STEPS
+from precede.passes.verify import verify
 
 from .conftest import Captured
 
@@ -102,3 +105,33 @@ def test_a_careless_pass_is_caught_unless_verifying_is_off(tiny: Captured) -> No
 def test_the_pipeline_has_reasons() -> None:
     assert all(step.because for step in STEPS)
     assert len({step.rewriting.name for step in STEPS}) == len(STEPS)
+
+
+@pytest.mark.parametrize("name", ["../escaped", "a/b", "", "Upper", "1st", "a-b", 5])
+def test_a_pass_name_is_an_identifier(tiny: Captured, name: object) -> None:
+    odd = Swap(None, None)
+    odd.name = name  # type: ignore[assignment]
+    with pytest.raises(PassError, match=r"a pass is named .*; a name is lower-case letters, digits and _"):
+        run_passes(tiny.graph, [odd], tiny.context())
+
+
+@pytest.mark.parametrize("missing", ["expects", "run", "numerics", "name"])
+def test_a_pass_has_all_its_parts(tiny: Captured, missing: str) -> None:
+    parts = {n: getattr(Swap(None, None), n) for n in ("name", "numerics", "expects", "run") if n != missing}
+    with pytest.raises(PassError, match=rf"has no {missing}; a pass needs name, numerics"):
+        run_passes(tiny.graph, [SimpleNamespace(**parts)], tiny.context())  # type: ignore[list-item]
+
+
+def test_numerics_is_one_of_two(tiny: Captured) -> None:
+    odd = Swap(None, None)
+    odd.numerics = "fast"  # type: ignore[assignment]
+    with pytest.raises(PassError, match=r"swap has numerics 'fast'; it is 'exact' or 'tolerance'"):
+        run_passes(tiny.graph, [odd], tiny.context())
+
+
+def test_values_have_names_without_canonicalize(tiny: Captured) -> None:
+    for disable in (["canonicalize"], ["canonicalize", "mega_gate"]):
+        graph = tiny.graph
+        run_passes(graph, PIPELINE, tiny.context(), disable=disable)
+        verify(graph, "nothing")
+        assert torch.equal(graph.run(*tiny.inputs()), tiny.graph.run(*tiny.inputs()))
