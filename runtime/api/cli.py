@@ -5,8 +5,12 @@ A fault on the user's side (PrecedeError, an OSError, a wrong option) is one lin
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from precede.model.errors import PrecedeError
-from precede.terminal import complain
+from precede.terminal import complain, make_streams_safe
 
 # The base of everything the parser raises; its home differs between versions of typer, its place in the family not.
 UsageFault: Any = typer.BadParameter.__mro__[2]
@@ -29,12 +33,14 @@ class OneLineErrors(TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run, then exit; `standalone_mode` False returns instead, for embedding."""
         try:
+            _check_text(extra["args"] if extra.get("args") is not None else args[0] if args else sys.argv[1:])
             result = super().main(*args, standalone_mode=False, **extra)
             code = result if isinstance(result, int) else 0
+            sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_stdout()
             code = 1
         except UsageFault as fault:
             context = getattr(fault, "ctx", None)
@@ -44,12 +50,31 @@ class OneLineErrors(TyperGroup):
             code = complain(str(error), 2)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
+            if not where and error.errno == errno.ENOSPC:
+                # Whoever writes a file names it; what has no name is what we print to.
+                where = "stdout: cannot be written: "
+                _drop_stdout()
             code = complain(f"{where}{error.strerror or error}", 2)
         if code == INTERRUPTED:
             code = complain("interrupted; what was not finished was not written", 2)
         if not standalone_mode:
             return code
         sys.exit(code)
+
+
+def _drop_stdout() -> None:
+    """Send what is still buffered nowhere, so that the interpreter does not stumble over it at its end."""
+    with suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_text(words: Sequence[str]) -> None:
+    """Refuse what the system could not decode: such a text has no tokens, and a manifest cannot name such a path."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise PrecedeError(f"argument {word!r}: is not UTF-8; rename the file or write the text as UTF-8") from None
 
 
 app = typer.Typer(
@@ -63,6 +88,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script and of `python -m precede`."""
+    make_streams_safe()
     app(prog_name="precede")
 
 
@@ -181,6 +207,8 @@ def inspect(
     if (engine is None) == (table is None):
         raise PrecedeError("inspect takes either an engine folder or --checkpoint-table CONFIG.json")
     if table is not None:
+        if not (name is None and checkpoint is None and json_file is None):
+            raise PrecedeError("--checkpoint-table prints a table only; it takes no --pass, --checkpoint or --json")
         print_checkpoint_table(table)
     elif engine is not None:
         inspect_command(engine, checkpoint=checkpoint, name=name, json_file=json_file)

@@ -75,6 +75,8 @@ def compile_command(
         raise UsageError("give -o DIR for the engine folder; to look without saving use --config FILE --fake")
     if fake and output is not None:
         raise UsageError("-o cannot be used with --fake: an engine needs weights")
+    if fake and copy_weights:
+        raise UsageError("--copy-weights cannot be used with --fake: there are no weights to copy")
     if json_file is not None:
         _check_writable(json_file)
     read = ModelConfig.from_file(config) if config is not None else None
@@ -101,11 +103,13 @@ def inspect_command(engine: Path, *, checkpoint: Path | None, name: str | None, 
     """Print a saved engine's report, or the diff of one pass."""
     from precede.inspection import SavedEngine
 
+    if name is not None and json_file is not None:
+        raise UsageError("--pass prints a diff and --json writes the report; give one of them")
     if json_file is not None:
         _check_writable(json_file)
     saved = SavedEngine.open(engine, checkpoint=checkpoint)
     if name is not None:
-        print(saved.diff(name))
+        print(printable(saved.diff(name)))
     else:
         publish(saved.report(), json_file)
 
@@ -163,7 +167,7 @@ def generate_command(
                 "aten_ops": step.aten_ops,
                 "top": [asdict(t) for t in step.top()],
             }
-        print(json.dumps(data, ensure_ascii=False))
+        print(json.dumps(data))
         return
     from precede.report import generation_table
 
@@ -186,6 +190,8 @@ def publish(report: Report, json_file: Path | None) -> None:
         try:
             part.write_text(json.dumps(report.json(), indent=1) + "\n")
             part.replace(json_file)
+        except OSError as error:
+            raise UsageError(f"{json_file}: cannot be written: {error.strerror}") from None
         finally:
             part.unlink(missing_ok=True)
     console().print(report)
@@ -218,8 +224,8 @@ def _check_writable(path: Path) -> None:
 
 def _note(line: str) -> None:
     """Say what was done; on stderr, so that stdout holds results only."""
-    console(stderr=True).print(line, markup=False, soft_wrap=True)
+    console(stderr=True).print(line, soft_wrap=True)
 
 
 def _say(line: str) -> None:
-    console().print(line, markup=False, soft_wrap=True)
+    console().print(line, soft_wrap=True)

@@ -71,8 +71,8 @@ def _step(number: int, title: str) -> Iterator[None]:
     _say(title)
     begin = time.perf_counter()
     yield
-    console().print(f"[dim]step {number} took {time.perf_counter() - begin:.1f} s[/dim]")
+    console().print(f"step {number} took {time.perf_counter() - begin:.1f} s", style="dim")
 
 
 def _say(line: str) -> None:
-    console().print(line, markup=False, soft_wrap=True)
+    console().print(line, soft_wrap=True)

@@ -14,6 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from precede.terminal import printable
+
 if TYPE_CHECKING:
     from precede.lowering.part import PartSpec
     from precede.model.table import TableRow
@@ -57,7 +59,7 @@ def plain(renderable: RenderableType, width: int = 120) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(renderable)
+    Console(file=out, width=width, color_system=None, markup=False, emoji=False).print(renderable)
     return out.getvalue().rstrip("\n")
 
 
@@ -68,7 +70,8 @@ def pass_table(passes: Iterable[Mapping[str, Any]]) -> RenderableType:
     for row in passes:
         expected = "any" if row["expected"] is None else str(row["expected"])
         short = row["expected"] is not None and row["matches"] != row["expected"]
-        table.add_row(
+        _row(
+            table,
             row["name"],
             str(row["matches"]),
             expected,
@@ -78,7 +81,7 @@ def pass_table(passes: Iterable[Mapping[str, Any]]) -> RenderableType:
             f"{row['seconds']:.2f}",
             style="yellow" if short else None,
         )
-        misses += [Text(f"  {row['name']} missed {m['node']}: {m['reason']}") for m in row["misses"]]
+        misses += [Text(printable(f"  {row['name']} missed {m['node']}: {m['reason']}")) for m in row["misses"]]
     return Group(table, *misses)
 
 
@@ -87,7 +90,7 @@ def part_table(parts: Iterable[Mapping[str, Any]]) -> RenderableType:
     table = _table("parts", "part", "backend", ">nodes", ">inputs", "outputs")
     for part in parts:
         outputs = ", ".join(f"{o['name']} {o['dtype']}[{', '.join(map(str, o['shape']))}]" for o in part["outputs"])
-        table.add_row(part["name"], part["backend"], str(part["nodes"]), str(len(part["inputs"])), Text(outputs))
+        _row(table, part["name"], part["backend"], str(part["nodes"]), str(len(part["inputs"])), outputs)
     return table
 
 
@@ -100,9 +103,9 @@ def decision_table(decisions: Iterable[Mapping[str, Any]]) -> RenderableType:
         refused += [r for r in d["refused"] if r not in refused]
     table = _table("decisions", "op", "part", "implementation", "reason")
     for (part, implementation, reason), (ops, refused) in folded.items():
-        table.add_row(Text(ops[0] if len(ops) == 1 else f"{len(ops)} operators"), part, implementation, Text(reason))
+        _row(table, ops[0] if len(ops) == 1 else f"{len(ops)} operators", part, implementation, reason)
         for other in refused:
-            table.add_row("", "", Text(f"not {other['implementation']}", style="dim"), Text(other["reason"]))
+            _row(table, "", "", f"not {other['implementation']}", other["reason"])
     return table
 
 
@@ -111,10 +114,10 @@ def checkpoint_table(rows: Sequence[TableRow], sections: Mapping[str, tuple[int,
     table = _table("tensors", "name", "shape", "dtype", "layers", ">tensors", ">bytes")
     for row in rows:
         shape = " x ".join(map(str, row.shape))
-        table.add_row(Text(row.name), shape, row.dtype, row.layers_text, f"{row.count:,}", f"{row.total_bytes:,}")
+        _row(table, row.name, shape, row.dtype, row.layers_text, f"{row.count:,}", f"{row.total_bytes:,}")
     sums = _table("totals", "section", ">tensors", ">bytes", ">parameters")
     for name, (count, size, parameters) in sections.items():
-        sums.add_row(name, f"{count:,}", f"{size:,}", f"{parameters:,}")
+        _row(sums, name, f"{count:,}", f"{size:,}", f"{parameters:,}")
     return Group(table, sums)
 
 
@@ -124,7 +127,8 @@ def generation_table(outputs: Sequence[RequestOutput]) -> RenderableType:
     table = _table("generation", ">request", *columns)
     for number, output in enumerate(outputs):
         t = output.timings
-        table.add_row(
+        _row(
+            table,
             str(number),
             str(len(output.prompt_token_ids)),
             str(len(output.token_ids)),
@@ -134,6 +138,11 @@ def generation_table(outputs: Sequence[RequestOutput]) -> RenderableType:
             "-" if t.tokens_per_second is None else f"{t.tokens_per_second:.1f}",
         )
     return table
+
+
+def _row(table: Table, *cells: str, style: str | None = None) -> None:
+    """A row of plain texts: what files and users wrote is neither markup nor a way to steer the terminal."""
+    table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
 
 
 def _table(title: str, *columns: str) -> Table:

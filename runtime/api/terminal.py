@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +17,22 @@ WIDTH_IN_A_FILE = 120
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout (results) or stderr (progress); lines in a file or pipe are 120 columns wide."""
+    """A console on stdout (results) or stderr (progress), without markup; 120 columns wide in a file or pipe."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
-    return Console(file=file, width=None if file.isatty() else WIDTH_IN_A_FILE, highlight=False)
+    width = None if file.isatty() else WIDTH_IN_A_FILE
+    return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+
+
+def make_streams_safe() -> None:
+    """Stand in for a closed stdout or stderr, and write what an encoding cannot hold as escapes instead of failing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it lives as long as we do
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

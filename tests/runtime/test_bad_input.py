@@ -72,6 +72,13 @@ def refused(folder: Path, words: Words, message: str) -> None:
         (["inspect"], "either an engine folder or --checkpoint-table"),
         (["inspect", "e", "--checkpoint-table", "c.json"], "either an engine folder or --checkpoint-table"),
         (["inspect", "e"], "e: no such folder"),
+        (["inspect", "e", "--pass", "p", "--json", "f"], "--pass prints a diff and --json writes the report"),
+        (["inspect", "--checkpoint-table", "c.json", "--json", "f"], "--checkpoint-table prints a table only"),
+        (["inspect", "--checkpoint-table", "c.json", "--pass", "p"], "--checkpoint-table prints a table only"),
+        (["inspect", "--checkpoint-table", "c.json", "--checkpoint", "d"], "--checkpoint-table prints a table only"),
+        (["compile", "--config", "c.json", "--fake", "--copy-weights"], "--copy-weights cannot be used with --fake"),
+        (["compile", "en\udcff", "-o", "x"], "argument 'en\\udcff': is not UTF-8"),
+        (["generate", "e", "--prompt", "\udcff"], "argument '\\udcff': is not UTF-8"),
         (["inspect", "--checkpoint-table", "c.json"], "c.json: no such file"),
         (["generate", "e"], "give at least one --prompt TEXT or --token-ids IDS"),
         (["generate", "e", "--prompt", "x"], "e: no such folder"),
@@ -201,7 +208,7 @@ def test_interrupted_init_leaves_nothing(tiny_config: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer, "_write_index", full)
-    refused(tmp_path, ["init", tiny_config, "-o", tmp_path / "out"], "No space left on device")
+    refused(tmp_path, ["init", tiny_config, "-o", tmp_path / "out"], "out: cannot be written: No space left on device")
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -258,7 +265,7 @@ def test_interrupted_save_leaves_the_old_engine(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bundle, "_write_part", full)
-    refused(tmp_path, words, "No space left on device")
+    refused(tmp_path, words, "engine: cannot be written: No space left on device")
     monkeypatch.setattr(bundle, "_write_part", interrupted)
     refused(tmp_path, words, "interrupted; what was not finished")
     assert {p: p.read_bytes() for p in (tmp_path / "engine").rglob("*") if p.is_file()} == before
@@ -311,7 +318,7 @@ def test_an_engine_whose_checkpoint_is_gone(tiny_engine: Path, tmp_path: Path) -
     [
         (["generate", "--prompt", ""], "prompt 0 is empty"),
         (["generate", "--prompt", "x", "--prompt", ""], "prompt 1 is empty"),
-        (["generate", "--token-ids", "5,512"], "token id 512 is outside the vocabulary of 512"),
+        (["generate", "--token-ids", "5,512"], "prompt 0: token id 512 is outside the vocabulary of 512"),
         (["generate", "--token-ids", "-1"], "token id -1 is outside the vocabulary"),
         (["generate", "--prompt", "x" * 64], "prompt 0 has 64 tokens; the model has 64 positions"),
         (["inspect", "--pass", "nosuch"], "no pass 'nosuch' ran; there are canonicalize, mega_gate"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import precede
 from precede.cli import app
@@ -41,6 +43,38 @@ def test_python_m_precede_and_a_fault_in_its_own_process() -> None:
     done = subprocess.run([*run, "inspect", "nowhere"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "precede: nowhere: no such folder; an engine is a folder made by compile and save\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_stdout_is_named() -> None:
+    for flag in ("", "-u"):
+        line = f"'{sys.executable}' {flag} -m precede --version >/dev/full"
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (2, "precede: stdout: cannot be written: No space left on device\n")
+
+
+def test_output_that_an_encoding_cannot_hold(tiny_engine: Path) -> None:
+    run = [sys.executable, "-m", "precede", "generate", str(tiny_engine), "--prompt", "é :smile: [/x]", "--max-tokens"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*run, "2"], capture_output=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"'\\xe9 :smile: [/x]'" in done.stdout
+
+
+def test_a_batch_that_no_memory_holds(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precede.runtime.engine.allocate", lambda *_, **__: torch.zeros(1 << 62))
+    line = invoke("generate", tiny_engine, "--prompt", "x", code=2).stderr
+    assert "bytes, which could not be allocated" in line
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+def test_closed_streams(closed: str) -> None:
+    closing = {"stdout": ">&-", "stderr": "2>&-", "both": ">&- 2>&-"}[closed]
+    for words, code in (("--version", 0), ("inspect nowhere", 2)):
+        line = f"'{sys.executable}' -m precede {words} {closing}"
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
 
 
 def test_init_gives_equal_bytes_for_equal_seeds(tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def test_report_is_data_and_text():
     assert "mega_gate" in str(report)
 
 
+def test_what_files_say_is_no_markup():
+    decision = {"op": "[/x]", "part": "[/x]", "implementation": ":smile:", "reason": "[b]\x1b[2J", "refused": []}
+    part = {"name": "[/x]", "backend": "[/x]", "nodes": 1, "inputs": [], "outputs": []}
+    report = Report(passes=({**PASS, "name": "[/x]"},), parts=(part,), decisions=(decision,))
+    text = plain(report)
+    assert cells(text, "[/x]")[0] == "[/x]"
+    assert ":smile:" in text
+    assert "[b]\\x1b[2J" in text
+    assert "  [/x] missed L7" in text
+
+
 def test_generation_times():
     def output(*seconds: float) -> RequestOutput:
         return RequestOutput(
