@@ -91,7 +91,7 @@ def check_target(directory: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{directory}: is a file; a checkpoint is a directory")
     held = sorted(p.name for p in directory.iterdir())
     if held and not overwrite:
-        raise CheckpointError(f"{directory}: is not empty; choose another directory or pass overwrite")
+        raise CheckpointError(f"{directory}: is not empty; choose another directory or empty this one")
     foreign = [n for n in held if n not in _OWN_FILES and not n.endswith(".safetensors")]
     if foreign:
         raise CheckpointError(f"{directory}: holds {foreign[0]}, which is no part of a checkpoint; not overwritten")

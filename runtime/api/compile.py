@@ -26,7 +26,7 @@ from precede.model.batch import StepBatch
 from precede.model.cache import CacheLayout, Caches, allocate
 from precede.model.checkpoint import Checkpoint, load_checkpoint
 from precede.model.config import ModelConfig
-from precede.model.errors import PrecedeError
+from precede.model.errors import PrecedeError, shown
 from precede.model.transformer import Transformer
 from precede.options import CompileOptions, OptionsError
 from precede.passes.capture import capture
@@ -197,7 +197,9 @@ def compile_model(
     be captured, PassError for a fusion that vanished or an unknown pass name, BackendUnavailable and
     UnsupportedOnTarget for what cannot be built here.
     """
-    options = options or CompileOptions()
+    options = CompileOptions() if options is None else options
+    if not isinstance(options, CompileOptions):
+        raise OptionsError(f"options = {shown(options)}; it takes CompileOptions, as in CompileOptions(page_size=64)")
     numerics = options.resolved_numerics()
     target, backend, decisions = _choose(options)
     pipeline = _pipeline(options)

@@ -178,6 +178,12 @@ def test_without_weights_there_is_a_graph_and_nothing_to_run(tiny_config: Path, 
         compiled.save(tmp_path / "engine")
 
 
+@pytest.mark.parametrize("options", [{"page_size": 16}, {}, 5])
+def test_options_of_another_kind_are_refused(options: object) -> None:
+    with pytest.raises(OptionsError, match=r"options = .*; it takes CompileOptions"):
+        compile_model("nowhere", options)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_verify_numerics_runs_the_graph_and_extra_passes_run_last(model: Transformer) -> None:
     class Last(Nothing):
