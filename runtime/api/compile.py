@@ -31,7 +31,7 @@ from precede.model.transformer import Transformer
 from precede.options import CompileOptions, OptionsError
 from precede.passes.capture import capture
 from precede.passes.graph import Graph
-from precede.passes.manager import Pass, PassContext, PassRecord, run_passes
+from precede.passes.manager import Pass, PassContext, PassRecord, check_passes, run_passes
 from precede.passes.pipeline import PIPELINE
 from precede.report import Report, part_row
 from precede.runtime.program import BoundProgram, Program
@@ -312,6 +312,7 @@ def _choose(options: CompileOptions) -> tuple[Target, str, list[Decision]]:
 def _pipeline(options: CompileOptions) -> tuple[Pass, ...]:
     """The built-in passes, then the user's. Names are checked here, before anything is loaded."""
     pipeline = (*PIPELINE, *options.extra_passes)
+    check_passes(pipeline)
     names = [p.name for p in pipeline]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
