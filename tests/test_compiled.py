@@ -89,8 +89,9 @@ def test_exact32_equals_eager_bit_for_bit(model_of: Models, compiled_of: Compile
     same_bits(model_of(preset, "exact32"), compiled_of(preset, "exact32"), rows)
 
 
-@pytest.mark.parametrize("numerics", ["native", pytest.param("qat_bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["native", "qat_bf16"])
+@pytest.mark.parametrize("preset", ["nano", "mini"])
 def test_quantised_presets_equal_eager_bit_for_bit(
     model_of: Models, compiled_of: Compiled, preset: str, numerics: str
 ) -> None:
@@ -134,9 +135,9 @@ def test_disabled_pass_leaves_the_plain_graph(model_of: Models, compiled_of: Com
 
 
 def test_saved_engine_gives_the_same_bits(model_of: Models, compiled_of: Compiled, tmp_path: Path) -> None:
-    compiled = compiled_of("nano", "native")
+    compiled = compiled_of("nano", "exact32")
     compiled.save(tmp_path / "engine")
     engine = load_engine(tmp_path / "engine")
     ours, theirs = (allocate(compiled.layout, pages=14, rings=4) for _ in range(2))
-    for batch in mixed(model_of("nano", "native"), compiled, 24):
+    for batch in mixed(model_of("nano", "exact32"), compiled, 24):
         assert torch.equal(engine(batch, ours), compiled(batch, theirs))

@@ -20,8 +20,13 @@ STREAMS = 5e-4
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases: list[Case] = metafunc.config.golden_cases  # type: ignore[attr-defined]
     if "mode" in metafunc.fixturenames:
-        # Token by token takes most of the time; every mode of it runs with the slow tests.
-        stepwise = metafunc.function.__name__ in ("test_decode", "test_replay", "test_prefix_hit")
+        # Many steps take most of the time; the other modes of them run with the slow tests.
+        stepwise = metafunc.function.__name__ in (
+            "test_prefill_lengths",
+            "test_decode",
+            "test_replay",
+            "test_prefix_hit",
+        )
         pairs = [
             pytest.param(
                 c,

@@ -61,7 +61,10 @@ def test_kinds() -> None:
         assert len({layer_kind(c, i) for i in range(c.num_hidden_layers)}) == 8
 
 
-@pytest.mark.parametrize("cuts", [[1], [2, 3], [31, 32, 33], [13, 40], list(range(1, 48))], ids=str)
+ONE_BY_ONE = pytest.param(list(range(1, 48)), marks=pytest.mark.slow, id="one by one")
+
+
+@pytest.mark.parametrize("cuts", [[1], [2, 3], [31, 32, 33], [13, 40], ONE_BY_ONE], ids=str)
 def test_any_chunking_gives_the_same_logits(model_of: Models, cuts: list[int]) -> None:
     model = model_of("nano")
     ids = prompts(2, 48, 512)

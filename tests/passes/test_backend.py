@@ -31,6 +31,7 @@ def mark(batch: toy.StepBatch) -> toy.StepBatch:
     return batch
 
 
+@pytest.mark.slow
 def test_every_router_is_found_and_results_are_equal(tiny: Captured) -> None:
     seen: list[tuple[Graph, dict[str, PassRecord]]] = []
     backend = precede_backend(PIPELINE, tiny.context(), done=lambda g, r: seen.append((g, r)))
