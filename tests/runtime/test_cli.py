@@ -53,6 +53,7 @@ def test_a_full_stdout_is_named() -> None:
         assert (done.returncode, done.stderr) == (2, "precede: stdout: cannot be written: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_output_that_an_encoding_cannot_hold(tiny_engine: Path) -> None:
     run = [sys.executable, "-m", "precede", "generate", str(tiny_engine), "--prompt", "é :smile: [/x]", "--max-tokens"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -67,6 +68,7 @@ def test_a_batch_that_no_memory_holds(tiny_engine: Path, monkeypatch: pytest.Mon
     assert "bytes, which could not be allocated" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
 def test_closed_streams(closed: str) -> None:
     closing = {"stdout": ">&-", "stderr": "2>&-", "both": ">&- 2>&-"}[closed]
@@ -151,6 +153,7 @@ def test_generate_shows_where_a_step_goes(tiny_engine: Path) -> None:
     assert profile["top"][0]["seconds"] >= profile["top"][9]["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_generating_process_never_loads_the_compiler(tiny_engine: Path) -> None:
     code = (
         "import sys\nfrom precede import LLM, SamplingParams, load_engine\n"

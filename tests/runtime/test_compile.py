@@ -195,6 +195,7 @@ def test_verify_numerics_runs_the_graph_and_extra_passes_run_last(model: Transfo
     assert compiled.options.to_json()["extra_passes"] == ["last"]
 
 
+@pytest.mark.slow
 def test_a_compiled_directory_is_the_one_that_is_saved(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
