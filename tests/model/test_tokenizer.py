@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from precede.model.config import ModelConfig
@@ -40,6 +40,8 @@ def test_special_tokens_are_single_ids_inside_a_text():
 @given(st.text())
 @example("<unused_0> naïve 日本語 \r\n\t  🙂")
 def test_every_text_round_trips_byte_by_byte(text):
+    # Hypothesis tries strings that it finds in the code, special tokens among them; those are one id by design.
+    assume(not any(token.content in text for token in TOKENIZER.get_added_tokens_decoder().values() if token.special))
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
     assert len(ids) == len(text.encode())
