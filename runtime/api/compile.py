@@ -34,12 +34,12 @@ from precede.passes.graph import Graph
 from precede.passes.manager import Pass, PassContext, PassRecord, check_passes, run_passes
 from precede.passes.pipeline import PIPELINE
 from precede.report import Report, part_row
+from precede.runtime.engine import MAIN
 from precede.runtime.program import BoundProgram, Program
 from precede.runtime.tokenizer import Tokenizer
 from precede.weights import checkpoint_writer
 
 Progress = Callable[[int, int, str], None]
-MAIN = "main"
 
 
 class CompileError(PrecedeError):
